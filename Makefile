@@ -1,0 +1,64 @@
+# `make demo` and `make test` are all that a newcomer needs; `make help` lists the rest.
+# The environment is made once, in .venv. To use one of your own: make VENV=/path/to/venv INSTALLED= demo
+
+VENV ?= .venv
+PYTHON ?= python3
+# Without a GPU one plain torch release is enough; with one, take what pip finds best for it.
+TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
+INSTALLED ?= $(VENV)/.installed
+BIN := $(VENV)/bin
+export PATH := $(abspath $(BIN)):$(PATH)
+export TOKENIZERS_PARALLELISM := false
+
+DATA ?= data/sotu
+RUN ?= runs/demo
+DATA_ARGS ?=
+TRAIN_ARGS ?=
+EVAL_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo demo-smoke lint format test test-slow test-gpu clean
+
+help: ## what can be made
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+env: $(INSTALLED) ## the environment alone
+
+$(VENV)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	pip install --quiet $(TORCH)
+	pip install --quiet --editable ".[eval,demo,dev]"
+	touch $@
+
+demo: $(INSTALLED) ## pretrain a small triadic model on real text, judge it, let it write (minutes on a laptop)
+	python scripts/prepare_data.py --config configs/data/sotu.yaml output=$(DATA) $(DATA_ARGS)
+	accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	    scripts/pretrain.py --config configs/train/demo.yaml \
+	    data.train=$(DATA)/train data.validation=$(DATA)/validation run.output_dir=$(RUN) $(TRAIN_ARGS)
+	scripts/eval.sh $(RUN) --suite demo --output $(RUN)/evaluation $(EVAL_ARGS)
+
+demo-smoke: ## the demo at its smallest: every step runs, nothing is learnt
+	rm -rf runs/demo-smoke data/demo-smoke
+	$(MAKE) demo DATA=data/demo-smoke RUN=runs/demo-smoke
+
+lint: $(INSTALLED) ## style and import contracts
+	ruff check .
+	ruff format --check .
+	lint-imports
+
+format: $(INSTALLED) ## rewrite what ruff can mend
+	ruff check --fix .
+	ruff format .
+
+test: lint ## lint, import contracts, every test that needs neither minutes nor a GPU, the demo at its smallest
+	pytest -m "not slow and not gpu"
+	$(MAKE) demo-smoke
+
+test-slow: $(INSTALLED) ## the tests that take minutes
+	pytest -m slow
+
+test-gpu: $(INSTALLED) ## the tests that need a CUDA device
+	pytest -m gpu
+
+clean: ## remove the environment, prepared data and runs
+	rm -rf .venv data runs exports results
