@@ -1,0 +1,99 @@
+"""Causal depthwise short convolution over packed sequences, with cached state.
+
+Legend: B batch, T time, D channels, W kernel width, N sequences (B, or the number of packed documents).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .packing import check_cu_seqlens, check_cu_seqlens_metadata
+
+ACTIVATIONS = {None: lambda x: x, "silu": F.silu, "softplus": F.softplus, "sigmoid": torch.sigmoid, "relu": F.relu}
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    activation: str | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    check: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """y[t, d] = activation(sum_w weight[d, w] * x[t - (W - 1) + w, d]), every sequence from its own start.
+
+    Args:
+        x: [B, T, D], any floating dtype.
+        weight: [D, W], the last column meets the current token.
+        activation: None, "silu", "softplus", "sigmoid" or "relu".
+        initial_state: the W - 1 inputs before the first, oldest first, [N, D, W - 1]; None: zeros.
+        output_final_state: also return the last W - 1 inputs of every sequence (the initial state's, where a sequence is
+            shorter), so that segments can be chained; gradients flow through it.
+        cu_seqlens: [N + 1] int32 or int64 boundaries of documents packed along T (B must be 1).
+        check: also check the contents of cu_seqlens when it is not on the CPU, where they are always checked.
+
+    Returns:
+        y [B, T, D] and the final state [N, D, W - 1] or None, both in the dtype of x.
+
+    Raises:
+        ValueError: wrong shapes, dtypes, devices, boundaries or activation.
+    """
+    _check_arguments(x, weight, activation, initial_state, cu_seqlens, check)
+    (B, T, D), W = x.shape, weight.shape[1]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if initial_state is None:
+        past = x.new_zeros(N, W - 1, D)
+    else:
+        past = initial_state.to(x.dtype).mT
+    if cu_seqlens is None:
+        y, extended = _convolve(torch.cat([past, x], 1), weight, T)
+        final = extended[:, T:]
+    else:
+        # Lay every document behind its own past; outputs that would reach across a boundary are never picked.
+        bounds = cu_seqlens.long()
+        document = torch.searchsorted(bounds[1:], torch.arange(T, device=x.device), right=True)  # [T]
+        place = torch.arange(T, device=x.device) + (document + 1) * (W - 1)  # [T] of each token
+        tail = torch.arange(W - 1, device=x.device)
+        head = (bounds[:-1] + torch.arange(N, device=x.device) * (W - 1))[:, None] + tail  # [N, W - 1] of each past
+        stream = x.new_zeros(T + N * (W - 1), D)
+        stream = stream.index_copy(0, place, x[0]).index_copy(0, head.flatten(), past.flatten(0, 1))
+        y, extended = _convolve(stream[None], weight, stream.shape[0] - W + 1)
+        y = y[:, place - (W - 1)]
+        last = head + bounds.diff()[:, None]
+        final = stream[last.flatten()].view(N, W - 1, D)
+    y = ACTIVATIONS[activation](y).to(x.dtype)
+    return y, final.mT if output_final_state else None
+
+
+def _convolve(x: Tensor, weight: Tensor, T: int):
+    y = x[:, :T] * weight[:, 0]
+    for w in range(1, weight.shape[1]):
+        y = y + x[:, w : w + T] * weight[:, w]
+    return y, x
+
+
+def _check_arguments(x, weight, activation, initial_state, cu_seqlens, check) -> None:
+    if x.ndim != 3:
+        raise ValueError(f"x has shape {list(x.shape)}; pass [B, T, D].")
+    B, T, D = x.shape
+    if weight.ndim != 2 or weight.shape[0] != D or weight.shape[1] < 1:
+        raise ValueError(f"weight has shape {list(weight.shape)}; pass [D, W], here [{D}, W].")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} is unknown; choose one of {list(ACTIVATIONS)}.")
+    if cu_seqlens is not None:
+        check_cu_seqlens_metadata(cu_seqlens, B, x.device)
+        if (check or cu_seqlens.device.type == "cpu") and not torch.compiler.is_compiling():
+            check_cu_seqlens(cu_seqlens, T)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = (N, D, weight.shape[1] - 1)
+    if initial_state is not None and initial_state.shape != state:
+        raise ValueError(
+            f"initial_state has shape {list(initial_state.shape)}; pass [N, D, W - 1], here {list(state)}."
+        )
+    for name, other in (("weight", weight), ("initial_state", initial_state)):
+        if other is not None and not other.is_floating_point():
+            raise ValueError(f"{name} has dtype {other.dtype}; pass a floating dtype.")
+        if other is not None and other.device != x.device:
+            raise ValueError(f"{name} is on {other.device}, but x is on {x.device}; move it there.")

@@ -1,0 +1,125 @@
+"""Back ends in the order in which they are tried.
+
+A back end is one module beside this file and one row in `CHUNK` (or `RECURRENT`). It defines
+
+    unsupported(p) -> str | None                    why it cannot run problem p, in one sentence; None if it can
+    forward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep) -> (o, ht, saved)
+    saved_like(p, q, cu_seqlens) -> [Tensor]        empty tensors shaped like `saved` when keep is true
+    backward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht)
+        -> (dq, dk, dv, dq2, dk2, dg, dbeta, dh0)   None where the input is None
+
+Tensors arrive checked, contiguous and in their public layout; absent ones are None (q2 and k2: E = 1 and ones; g: no
+decay; beta: ones; h0: zeros; cu_seqlens: B sequences of length T; dht: no gradient). `keep` says that a backward will
+follow; without it `saved` is []. ht is None unless p.output_final, and outputs never alias inputs or one another.
+Gradients have the shape and dtype of their inputs. A row of `RECURRENT` defines `unsupported` and
+`recurrent(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens) -> (o, ht)`, differentiable by plain autograd.
+"""
+
+import importlib
+from typing import NamedTuple
+
+import torch
+
+# name that the caller writes -> module beside this file, best first
+CHUNK = {"gluon_hopper": "gluon_hopper", "triton": "triton_chunk", "torch": "reference"}
+RECURRENT = {"torch": "reference"}
+
+_loaded = {}  # module name -> module, or the ImportError as text
+
+
+class Problem(NamedTuple):
+    """What a back end needs to know to accept or refuse a call: plain values, no tensors."""
+
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    E: int
+    N: int  # sequences: B, or the number of packed documents
+    dtype: torch.dtype  # of q, k, v and o
+    device_type: str
+    capability: tuple[int, int] | None  # of the CUDA device
+    delta_rule: bool
+    scale: float
+    has_q2: bool
+    gate: str | None  # "slice": g is [B, T, HV, E]; "head": [B, T, HV]
+    has_beta: bool
+    has_initial: bool
+    output_final: bool
+    varlen: bool
+
+
+def problem(q, k, v, q2, g, beta, h0, cu_seqlens, *, scale: float, delta_rule: bool, output_final: bool) -> Problem:
+    """Describe a call by the shapes, dtypes and devices of its (checked) tensors."""
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    device = q.device
+    return Problem(
+        B=B,
+        T=T,
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        E=1 if q2 is None else q2.shape[-1],
+        N=B if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        dtype=q.dtype,
+        device_type=device.type,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        delta_rule=delta_rule,
+        scale=scale,
+        has_q2=q2 is not None,
+        gate=None if g is None else ("slice" if g.ndim == 4 else "head"),
+        has_beta=beta is not None,
+        has_initial=h0 is not None,
+        output_final=output_final,
+        varlen=cu_seqlens is not None,
+    )
+
+
+def load(module: str):
+    """The back end's module, or why it cannot be imported, as text."""
+    if module not in _loaded:
+        try:
+            _loaded[module] = importlib.import_module(f".{module}", __package__)
+        except ImportError as error:
+            _loaded[module] = f"not installed ({error})"
+    return _loaded[module]
+
+
+def refusal(module: str, p: Problem) -> str | None:
+    """Why this back end cannot run the problem; None if it can."""
+    backend = load(module)
+    return backend if isinstance(backend, str) else backend.unsupported(p)
+
+
+def select(name: str, p: Problem, table: dict[str, str] = CHUNK):
+    """The module that runs the problem: the first able one for "auto", else exactly the one named.
+
+    Raises ValueError if the name is unknown or that back end cannot run the problem.
+    """
+    if name == "auto":
+        for module in table.values():
+            if refusal(module, p) is None:
+                return load(module)
+        raise ValueError(f"No back end can run this call:\n{report(p, table)}")
+    if name not in table:
+        raise ValueError(f"backend={name!r} is unknown; choose one of {', '.join(['auto', *table])}.")
+    reason = refusal(table[name], p)
+    if reason is not None:
+        raise ValueError(f"backend={name!r} cannot run this call: {reason}; backend='auto' takes the first that can.")
+    return load(table[name])
+
+
+def report(p: Problem, table: dict[str, str] = CHUNK) -> str:
+    """One line per back end, in order: which one "auto" takes, which ones could run, and why the others cannot."""
+    lines, chosen = [], False
+    for name, module in table.items():
+        reason = refusal(module, p)
+        if reason is None:
+            reason = "can run" if chosen else "selected"
+            chosen = True
+        lines.append(f"{name}: {reason}")
+    return "\n".join(lines)

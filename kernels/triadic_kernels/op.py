@@ -1,0 +1,311 @@
+"""The public operations: checked arguments, then one torch.library op forward and one backward.
+
+Legend: B batch, T time, H key heads, HV value heads (value head h uses key head h // (HV / H)), K and V key and value
+sizes, E second-key size, N sequences (B, or the number of packed documents).
+"""
+
+import contextlib
+import re
+
+import torch
+from torch import Tensor
+
+from .dispatch import CHUNK, RECURRENT, load, problem, report, select
+from .packing import check_cu_seqlens, check_cu_seqlens_metadata
+from .reference import l2norm
+
+# A copy of this file in another package (a model's remote code) registers its ops under a name of its own.
+NAMESPACE = re.sub(r"\W", "_", __package__ or "triadic_kernels")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+load("reference")  # the torch back end, part of every installation: compiled graphs must find it loaded
+
+
+def chunk_triadic(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q2: Tensor | None = None,
+    k2: Tensor | None = None,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    delta_rule: bool = True,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    backend: str = "auto",
+    check: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Triadic linear attention, chunk by chunk: for training and prefill. Equals `recurrent_triadic`.
+
+    For every token t, slice e and value head:
+
+        S_e <- exp(g_te) S_e
+        r    = v_t - sum_e k2_te S_e^T k_t     (delta_rule; else r = v_t)
+        S_e <- S_e + beta_t k2_te k_t r^T
+        o_t  = scale * sum_e q2_te S_e^T q_t
+
+    (Sieberling et al., Triadic Linear Attention, arXiv 2609.36529; E = 1 is Gated DeltaNet, or scalar-gated linear
+    attention without the delta rule.)
+
+    Args:
+        q, k: [B, T, H, K], float64, float32, bfloat16 or float16.
+        v: [B, T, HV, V], the dtype of q; HV a multiple of H.
+        q2, k2: second query and key [B, T, H, E]; both None: E = 1 and ones.
+        g: natural log of the decay, <= 0 (-inf erases), [B, T, HV, E], or [B, T, HV] for all slices; None: no decay.
+        beta: write strength [B, T, HV]; None: ones.
+        delta_rule: subtract what the state already answers to k (Gated DeltaNet); False: plain accumulation (sGLA).
+        scale: factor on the output; None: K ** -0.5.
+        initial_state: [N, HV, E, K, V]; None: zeros. Gradients flow to it and from the final state, so that segments of
+            a sequence can be chained.
+        output_final_state: also return the state after the last token of every sequence.
+        cu_seqlens: [N + 1] int32 or int64 boundaries of documents packed along T (B must be 1); documents may be empty
+            and never influence one another.
+        use_qk_l2norm_in_kernel: first scale q and k to unit length, x / sqrt(sum x^2 + 1e-6).
+        backend: "auto" takes the first able one of `dispatch.CHUNK`; a named one runs or raises.
+        check: also check values (g <= 0, the contents of cu_seqlens) on tensors that are not on the CPU, which stalls
+            the device; on the CPU they are always checked.
+
+    q2, k2, g, beta and initial_state are float32 (float64 when q is float64), under autocast too. bfloat16 and float16
+    inputs are computed with float32 accumulation and state.
+
+    Returns:
+        o [B, T, HV, V] in the dtype of v, and the final state [N, HV, E, K, V] in float32 (float64) or None.
+
+    Raises:
+        ValueError: wrong shapes, dtypes, devices or values, or a back end that cannot run.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)
+    if use_qk_l2norm_in_kernel:
+        q, k = l2norm(q), l2norm(k)
+    tensors = [None if x is None else x.contiguous() for x in (q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)]
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    outputs = _op("chunk_forward")(*tensors, scale, delta_rule, output_final_state, keep, backend, check)
+    return outputs[0], outputs[1] if output_final_state else None
+
+
+def recurrent_triadic(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q2: Tensor | None = None,
+    k2: Tensor | None = None,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    delta_rule: bool = True,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    backend: str = "auto",
+    check: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Triadic linear attention, token by token: for decoding. Arguments, results and errors of `chunk_triadic`.
+
+    Back ends are those of `dispatch.RECURRENT`; differentiable any number of times. Values are not checked while
+    torch.compile traces. The torch back end reads cu_seqlens on the host.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)
+    if not torch.compiler.is_compiling():
+        _check_values(g, cu_seqlens, q.shape[1], check)
+    if use_qk_l2norm_in_kernel:
+        q, k = l2norm(q), l2norm(k)
+    p = problem(
+        q, k, v, q2, g, beta, initial_state, cu_seqlens,
+        scale=scale, delta_rule=delta_rule, output_final=output_final_state,
+    )  # fmt: skip
+    with _full_precision(q.device.type):
+        return select(backend, p, RECURRENT).recurrent(p, q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q2: Tensor | None = None,
+    k2: Tensor | None = None,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    delta_rule: bool = True,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **_,
+) -> str:
+    """Which back end `chunk_triadic` would run with these arguments, and why not the others: a line for each.
+
+    Raises:
+        ValueError: wrong shapes, dtypes or devices.
+    """
+    _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return report(
+        problem(
+            q, k, v, q2, g, beta, initial_state, cu_seqlens,
+            scale=scale, delta_rule=delta_rule, output_final=output_final_state,
+        )
+    )  # fmt: skip
+
+
+def _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens) -> None:
+    """Raise ValueError for shapes, dtypes or devices that do not fit together; reads no values."""
+    if q.ndim != 4 or v.ndim != 4:
+        raise ValueError(f"q has shape {list(q.shape)} and v {list(v.shape)}; pass [B, T, H, K] and [B, T, HV, V].")
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    if H == 0 or HV % H:
+        raise ValueError(
+            f"v has {HV} heads, which is not a multiple of the {H} heads of q and k; repeat or drop heads."
+        )
+    if (q2 is None) != (k2 is None):
+        raise ValueError(
+            f"{'k2' if q2 is None else 'q2'} was given without the other; pass both q2 and k2, or neither."
+        )
+    E = 1 if q2 is None else q2.shape[-1]
+    if E < 1:
+        raise ValueError("q2 has second-key size 0; pass E >= 1, or neither q2 nor k2.")
+    if cu_seqlens is not None:
+        check_cu_seqlens_metadata(cu_seqlens, B, q.device)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q has dtype {q.dtype}; pass float64, float32, bfloat16 or float16.")
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    expected = (
+        ("k", k, q.dtype, "[B, T, H, K]", (B, T, H, K)),
+        ("v", v, q.dtype, "[B, T, HV, V]", (B, T, HV, V)),
+        ("q2", q2, exact, "[B, T, H, E]", (B, T, H, E)),
+        ("k2", k2, exact, "[B, T, H, E]", (B, T, H, E)),
+        ("g", g, exact, "[B, T, HV, E] or [B, T, HV]", (B, T, HV) if g is not None and g.ndim == 3 else (B, T, HV, E)),
+        ("beta", beta, exact, "[B, T, HV]", (B, T, HV)),
+        ("initial_state", initial_state, exact, "[N, HV, E, K, V]", (N, HV, E, K, V)),
+    )
+    for name, x, dtype, letters, shape in expected:
+        if x is None:
+            continue
+        if x.shape != shape:
+            raise ValueError(f"{name} has shape {list(x.shape)}; pass {letters}, here {list(shape)}.")
+        if x.dtype != dtype:
+            raise ValueError(f"{name} has dtype {x.dtype}; pass {dtype}, as q is {q.dtype}.")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, but q is on {q.device}; move it there.")
+
+
+def _check_values(g: Tensor | None, cu_seqlens: Tensor | None, tokens: int, check: bool) -> None:
+    """Raise ValueError for a positive g or inconsistent cu_seqlens: always on the CPU, elsewhere with check=True."""
+    if g is not None and (check or g.device.type == "cpu") and (g > 0).any():
+        raise ValueError(
+            f"g reaches {g.max().item():.3g}, but log decays must be <= 0; pass log(alpha), alpha in [0, 1]."
+        )
+    if cu_seqlens is not None and (check or cu_seqlens.device.type == "cpu"):
+        check_cu_seqlens(cu_seqlens, tokens)
+
+
+def _full_precision(device_type: str):
+    """Keep autocast from lowering the precision of the products inside."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _op(name: str):
+    return getattr(getattr(torch.ops, NAMESPACE), name)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::chunk_forward", mutates_args=())
+def _chunk_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q2: Tensor | None,
+    k2: Tensor | None,
+    g: Tensor | None,
+    beta: Tensor | None,
+    h0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    delta_rule: bool,
+    output_final: bool,
+    keep: bool,
+    backend: str,
+    check: bool,
+) -> list[Tensor]:
+    """o, then the final state if asked for, then what the back end keeps for its backward."""
+    _check_values(g, cu_seqlens, q.shape[1], check)
+    p = problem(q, k, v, q2, g, beta, h0, cu_seqlens, scale=scale, delta_rule=delta_rule, output_final=output_final)
+    with _full_precision(p.device_type):
+        o, ht, saved = select(backend, p).forward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep)
+    return [o, *([ht] if output_final else []), *saved]
+
+
+@_chunk_forward.register_fake
+def _(q, k, v, q2, k2, g, beta, h0, cu_seqlens, scale, delta_rule, output_final, keep, backend, check):
+    p = problem(q, k, v, q2, g, beta, h0, cu_seqlens, scale=scale, delta_rule=delta_rule, output_final=output_final)
+    state = torch.float64 if q.dtype == torch.float64 else torch.float32
+    ht = [q.new_empty((p.N, p.HV, p.E, p.K, p.V), dtype=state)] if output_final else []
+    saved = select(backend, p).saved_like(p, q, cu_seqlens) if keep else []
+    return [torch.empty_like(v), *ht, *saved]
+
+
+@torch.library.custom_op(f"{NAMESPACE}::chunk_backward", mutates_args=())
+def _chunk_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q2: Tensor | None,
+    k2: Tensor | None,
+    g: Tensor | None,
+    beta: Tensor | None,
+    h0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: list[Tensor],
+    do: Tensor,
+    dht: Tensor | None,
+    scale: float,
+    delta_rule: bool,
+    output_final: bool,
+    backend: str,
+) -> list[Tensor]:
+    """Gradients of those of q, k, v, q2, k2, g, beta, h0 that are given."""
+    p = problem(q, k, v, q2, g, beta, h0, cu_seqlens, scale=scale, delta_rule=delta_rule, output_final=output_final)
+    with _full_precision(p.device_type):
+        gradients = select(backend, p).backward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht)
+    return [x for x in gradients if x is not None]
+
+
+@_chunk_backward.register_fake
+def _(q, k, v, q2, k2, g, beta, h0, *_):
+    return [torch.empty_like(x) for x in (q, k, v, q2, k2, g, beta, h0) if x is not None]
+
+
+def _keep_for_backward(ctx, inputs, output):
+    *tensors, scale, delta_rule, output_final, keep, backend, check = inputs
+    saved = output[1 + output_final :]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*saved)
+    ctx.save_for_backward(*tensors, *saved)
+    ctx.options = (scale, delta_rule, output_final, backend)
+
+
+def _backward(ctx, gradients):
+    tensors, saved = ctx.saved_tensors[:9], list(ctx.saved_tensors[9:])
+    do = torch.zeros_like(tensors[2]) if gradients[0] is None else gradients[0].contiguous()
+    dht = gradients[1].contiguous() if ctx.options[2] and gradients[1] is not None else None
+    given = iter(_op("chunk_backward")(*tensors, saved, do, dht, *ctx.options))
+    return *(None if x is None else next(given) for x in tensors[:8]), *[None] * 7
+
+
+def _no_second_derivative(ctx, gradients):
+    raise NotImplementedError("chunk_triadic has no second derivative; recurrent_triadic can be differentiated twice.")
+
+
+_chunk_forward.register_autograd(_backward, setup_context=_keep_for_backward)
+_chunk_backward.register_autograd(_no_second_derivative)
