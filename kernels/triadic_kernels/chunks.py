@@ -1,0 +1,46 @@
+"""Chunk tables: which rows belong to which chunk, built on the device without looking at its values.
+
+    chunks    [NC, 3] int32   sequence, first row, rows (0: beyond the last chunk)
+    sequences [N, 2] int32    first chunk, number of chunks; chunks of a sequence are consecutive
+    order     [N] int32       sequences, longest first
+
+A batch [B, T] is the packed case of B sequences of length T. The host knows NC: exactly for a batch, by the bound
+R // C + N for R packed rows.
+"""
+
+from functools import lru_cache
+
+import torch
+
+CHUNK = 64
+
+
+def count(B: int, T: int, N: int, varlen: bool) -> int:
+    """Rows of the chunk table."""
+    return B * T // CHUNK + N if varlen else B * -(-T // CHUNK)
+
+
+def tables(B: int, T: int, cu_seqlens, device):
+    """(chunks, sequences, order) for cu_seqlens [N+1], or for B sequences of length T where it is None."""
+    if cu_seqlens is None:
+        return _equal(B, T, device)
+    return _build(cu_seqlens.long(), count(B, T, cu_seqlens.numel() - 1, True))
+
+
+@lru_cache(maxsize=128)
+def _equal(B, T, device):
+    return _build(torch.arange(B + 1, device=device) * T, count(B, T, B, False))
+
+
+def _build(cu, NC):
+    lengths = cu.diff()
+    per_sequence = (lengths + (CHUNK - 1)) // CHUNK
+    ends = per_sequence.cumsum(0)
+    first = ends - per_sequence
+    c = torch.arange(NC, device=cu.device)
+    n = torch.searchsorted(ends, c, right=True).clamp_(max=lengths.numel() - 1)
+    row = cu[n] + (c - first[n]) * CHUNK
+    rows = (cu[n + 1] - row).clamp(0, CHUNK)
+    chunks = torch.stack([n, row, rows], 1).int()
+    order = lengths.argsort(descending=True, stable=True).int()
+    return chunks, torch.stack([first, per_sequence], 1).int(), order

@@ -1,0 +1,43 @@
+"""The plain Triton back end, run by Triton's interpreter, against the token recurrence in float64: output, final
+state, every gradient.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("triton_cases.py")
+TOLERANCE = {
+    "float32": 2e-4,
+    "float16": 1e-2,
+}  # relative l2; bfloat16 is wrong in the interpreter and tested on the GPU
+
+
+def interpret(*arguments):
+    env = dict(os.environ, TRITON_INTERPRET="1")
+    done = subprocess.run([sys.executable, PROGRAM, *arguments], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def judge(rows):
+    assert rows
+    for row in rows:
+        assert row["worst"] < TOLERANCE[row["dtype"]], row
+        assert row["absent"], f"a gradient is given for an absent input, or missing for one that is there: {row}"
+        assert row["repeatable"], f"two runs differ: {row}"
+        assert row["inference"], f"the output changes when nothing is kept for the backward: {row}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_small_problems(dtype):
+    judge(interpret("small", "--dtypes", dtype))
+
+
+@pytest.mark.slow
+def test_large_heads_and_many_slices():
+    judge(interpret("slow"))

@@ -1,0 +1,211 @@
+"""Runs a back end on a list of problems and prints every error against the token recurrence in float64.
+
+A program of its own: Triton's interpreter must be switched on before its kernels are imported.
+    TRITON_INTERPRET=1 python tests/kernels/triton_cases.py small
+    python tests/kernels/triton_cases.py slow --device cuda --dtypes bfloat16,float32 --backend triton
+"""
+
+import argparse
+import itertools
+import json
+import time
+
+import torch
+from triadic_kernels import dispatch
+
+NAMES = ("o", "ht", "dq", "dk", "dv", "dq2", "dk2", "dg", "dbeta", "dh0")
+DEFAULT = dict(
+    lens=None,
+    B=1,
+    T=64,
+    H=1,
+    HV=1,
+    K=32,
+    V=32,
+    E=2,
+    delta=True,
+    gate="slice",
+    q2=True,
+    beta=True,
+    h0=True,
+    dht=True,
+    decay="mixed",
+)
+
+# Every value at least once and every feature beside a tail: what the interpreter manages in CI.
+SMALL = [
+    dict(T=65, E=4, H=1, HV=2),
+    dict(T=1, E=3, gate="head"),
+    dict(T=63, E=1, K=16, V=64),
+    dict(B=2, T=66, E=1, q2=False, h0=False, dht=False, H=2, HV=2, K=16, V=16),
+    dict(lens=[1, 70, 2, 0, 64], E=8, K=32, V=16),
+    dict(lens=[67, 3], E=2, delta=False, H=1, HV=3),
+    dict(T=40, E=2, gate=None, beta=False, delta=False),
+    dict(T=70, E=2, gate=None, K=64, V=32, beta=False, decay="none"),
+    dict(T=130, E=12, K=16, V=16, decay="strong"),
+    dict(T=20, E=32, K=16, V=16),
+]
+SLOW = [
+    dict(T=1, K=256, V=256, E=1, decay="weak"),
+    dict(T=130, K=128, V=256, E=2),
+    dict(T=70, K=256, V=64, E=3, gate="head"),
+    dict(lens=[1] * 7, E=16, K=64, V=64),
+    dict(lens=[100, 1, 63, 129], E=8, H=2, HV=4, K=64, V=32),
+    dict(T=300, E=16, K=32, V=32, decay="strong"),
+    dict(T=200, E=32, K=32, V=32, delta=False, gate="head"),
+]
+
+
+def make(c, dtype, device, seed=0):
+    """Random inputs of a case, already rounded to the dtypes that the op takes: (tensors by name, cu_seqlens)."""
+    gen = torch.Generator().manual_seed(seed)
+    lens = c["lens"]
+    B, T = (1, sum(lens)) if lens else (c["B"], c["T"])
+    N = len(lens) if lens else B
+    H, HV, K, V, E = (c[x] for x in ("H", "HV", "K", "V", "E"))
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=gen, dtype=torch.float64)
+
+    def uniform(*shape):
+        return torch.rand(*shape, generator=gen, dtype=torch.float64)
+
+    def unit(x):
+        return x / x.norm(dim=-1, keepdim=True)
+
+    rate = {"weak": 0.02, "none": 0.0, "strong": 50.0}.get(c["decay"])
+    rates = (
+        torch.logspace(-4, 0.8, E, dtype=torch.float64) if rate is None else torch.full((E,), rate, dtype=torch.float64)
+    )
+    g = -rates * uniform(B, T, HV, E)
+    if rate is None:
+        g = torch.where(uniform(B, T, HV, E) < 0.02, -50.0, g)
+    beta = torch.sigmoid(normal(B, T, HV) + 1)
+    beta[uniform(B, T, HV) < 0.05] = 0.0
+    k = normal(B, T, H, K)
+    x = dict(
+        q=unit(normal(B, T, H, K)).to(dtype),
+        k=unit(k + 0.5 * k.mean(1, keepdim=True) * T**0.5).to(dtype),
+        v=normal(B, T, HV, V).to(dtype),
+        q2=unit(uniform(B, T, H, E) + 0.05).float() if c["q2"] else None,
+        k2=unit(uniform(B, T, H, E) + 0.05).float() if c["q2"] else None,
+        g={"slice": g, "head": g[..., 0].contiguous(), None: None}[c["gate"]],
+        beta=beta.float() if c["beta"] else None,
+        h0=(0.3 * normal(N, HV, E, K, V) / E**0.5).float() if c["h0"] else None,
+        do=normal(B, T, HV, V).to(dtype),
+        dht=(0.1 * normal(N, HV, E, K, V)).float() if c["dht"] else None,
+    )
+    x["g"] = None if x["g"] is None else x["g"].float()
+    cu = torch.tensor([0, *lens]).cumsum(0).int().to(device) if lens else None
+    return {name: None if t is None else t.to(device) for name, t in x.items()}, cu
+
+
+def recurrence(x, scale, delta):
+    """The definition, token by token: q, k [B, T, HV, K] and so on, h0 [B, HV, E, K, V] -> (o, ht)."""
+    S, out = x["h0"], []
+    for t in range(x["q"].shape[1]):
+        q, k, v, q2, k2, g, beta = (x[name][:, t] for name in ("q", "k", "v", "q2", "k2", "g", "beta"))
+        S = g.exp()[..., None, None] * S
+        r = v - torch.einsum("bhe,bhk,bhekv->bhv", k2, k, S) if delta else v
+        S = S + torch.einsum("bhe,bhk,bhv->bhekv", k2, k, beta[..., None] * r)
+        out.append(scale * torch.einsum("bhe,bhk,bhekv->bhv", q2, q, S))
+    return torch.stack(out, 1) if out else x["v"], S
+
+
+def expected(c, x, cu, scale):
+    """Outputs and gradients by autograd in float64."""
+    leaves = {name: t.double().requires_grad_() for name, t in x.items() if t is not None and name not in ("do", "dht")}
+    B, T, HV, E = *x["v"].shape[:3], c["E"]
+    full = dict(leaves)
+    ones = torch.ones(B, T, HV, E, dtype=torch.float64, device=x["v"].device)
+    for name in ("q", "k", "q2", "k2"):
+        full[name] = full[name].repeat_interleave(HV // c["H"], 2) if name in full else ones
+    g = full.get("g")
+    full["g"] = ones * 0 if g is None else g if g.ndim == 4 else g[..., None] * ones
+    full["beta"] = full.get("beta", ones[..., 0])
+    N = B if cu is None else len(cu) - 1
+    h0 = full.get("h0", torch.zeros(N, HV, E, c["K"], c["V"], dtype=torch.float64, device=ones.device))
+    full.pop("h0", None)
+    if cu is None:
+        o, ht = recurrence(dict(full, h0=h0), scale, c["delta"])
+    else:
+        ends = cu.tolist()
+        spans = enumerate(itertools.pairwise(ends))
+        parts = [
+            recurrence(dict({n: t[:, a:b] for n, t in full.items()}, h0=h0[i : i + 1]), scale, c["delta"])
+            for i, (a, b) in spans
+        ]
+        o, ht = (torch.cat(p, d) for p, d in zip(zip(*parts, strict=True), (1, 0), strict=True))
+    loss = (o * x["do"].double()).sum()
+    if x["dht"] is not None:
+        loss = loss + (ht * x["dht"].double()).sum()
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    return dict(o=o.detach(), ht=ht.detach(), **{"d" + name: d for name, d in zip(leaves, grads, strict=True)})
+
+
+def run(backend, p, x, cu):
+    """(everything the back end returns by name, the same outputs without keeping anything for a backward)."""
+    args = [x[name] for name in ("q", "k", "v", "q2", "k2", "g", "beta", "h0")] + [cu]
+    o, ht, saved = backend.forward(p, *args, True)
+    shapes = [(t.shape, t.dtype) for t in backend.saved_like(p, x["q"], cu)]
+    assert shapes == [(t.shape, t.dtype) for t in saved], "saved_like differs from what the forward saves"
+    grads = backend.backward(p, *args, saved, x["do"], x["dht"])
+    got = dict(zip(NAMES, (o, ht, *(grads[i] for i in (0, 1, 2, 3, 4, 5, 6, 7))), strict=True))
+    return got, backend.forward(p, *args, False)[0]
+
+
+def relative(a, b):
+    """Relative l2 error; a truth that is nothing beside rounding (no decay reaches it) is judged against 1."""
+    norm = b.norm().item()
+    return (a.double() - b).norm().item() / (norm if norm > 1e-6 else 1.0)
+
+
+def check(c, dtype, device, backend):
+    c = {**DEFAULT, **c}
+    x, cu = make(c, dtype, device)
+    scale = c["K"] ** -0.5
+    p = dispatch.problem(
+        x["q"],
+        x["k"],
+        x["v"],
+        x["q2"],
+        x["g"],
+        x["beta"],
+        x["h0"],
+        cu,
+        scale=scale,
+        delta_rule=c["delta"],
+        output_final=True,
+    )
+    module = dispatch.select(backend, p)
+    got, inference = run(module, p, x, cu)
+    again, _ = run(module, p, x, cu)
+    want = expected(c, x, cu, scale)
+    errors = {name: relative(got[name], d) for name, d in want.items() if d is not None}
+    return dict(
+        case=c,
+        dtype=str(dtype).split(".")[1],
+        errors=errors,
+        absent=sorted(n for n in NAMES if got[n] is None) == sorted(n for n in NAMES if n not in want),
+        repeatable=all(torch.equal(got[n], again[n]) for n in NAMES if got[n] is not None),
+        inference=torch.equal(got["o"], inference),
+        worst=max(errors.values()),
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", choices=["small", "slow"])
+    parser.add_argument("--backend", default="triton")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtypes", default="float32")
+    a = parser.parse_args()
+    for dtype in a.dtypes.split(","):
+        for c in {"small": SMALL, "slow": SLOW}[a.cases]:
+            start = time.time()
+            row = check(c, getattr(torch, dtype), a.device, a.backend)
+            print(json.dumps(row | {"seconds": round(time.time() - start, 1)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
