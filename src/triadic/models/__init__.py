@@ -1,0 +1,21 @@
+"""The model: configuration, decoder, accounting; importing it registers `triadic` with transformers' Auto classes."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from .accounting import count_parameters, flops_per_token, state_bytes
+from .configuration_triadic import TriadicConfig
+from .modeling_triadic import TriadicForCausalLM, TriadicModel, TriadicPreTrainedModel
+
+AutoConfig.register("triadic", TriadicConfig, exist_ok=True)
+AutoModel.register(TriadicConfig, TriadicModel, exist_ok=True)
+AutoModelForCausalLM.register(TriadicConfig, TriadicForCausalLM, exist_ok=True)
+
+__all__ = [
+    "TriadicConfig",
+    "TriadicForCausalLM",
+    "TriadicModel",
+    "TriadicPreTrainedModel",
+    "count_parameters",
+    "flops_per_token",
+    "state_bytes",
+]

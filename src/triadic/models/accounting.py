@@ -1,0 +1,35 @@
+"""What a model costs by its config alone: parameters, training FLOPs per token, memory that decoding keeps."""
+
+import torch
+
+from .mixers import MIXERS
+
+
+def count_parameters(config):
+    """(all parameters, those that multiply every token: all but the input embedding, tied or not)."""
+    from .modeling_triadic import TriadicForCausalLM
+
+    with torch.device("meta"):
+        model = TriadicForCausalLM(config)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    embedding = 0 if config.tie_word_embeddings else model.model.embed_tokens.weight.numel()
+    return total, total - embedding
+
+
+def flops_per_token(config, seq_len):
+    """Training FLOPs per token (multiply-adds count 2, forward + backward = 3 x forward) at a window of `seq_len`.
+
+    6 x parameters that multiply a token + 3 x the mixers' own work: products with the recurrent state (MATH: 3 of
+    2 E K V per head with the delta rule, else 2), or the causal half of the softmax products.
+    """
+    mixing = sum(MIXERS[layer_type].forward_flops(config, seq_len) for layer_type in config.layer_types)
+    return float(6 * count_parameters(config)[1] + 3 * mixing)
+
+
+def state_bytes(config, context_length, bytes_per_entry=2):
+    """Bytes that decoding keeps per sequence after `context_length` tokens: recurrent states and key/value caches.
+
+    The convolutions' last inputs (a few kilobytes) are left out, as in the paper's tables.
+    """
+    entries = sum(MIXERS[layer_type].state_entries(config, context_length) for layer_type in config.layer_types)
+    return entries * bytes_per_entry

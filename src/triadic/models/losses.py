@@ -1,0 +1,101 @@
+"""Cross-entropy of a language-model head over a large vocabulary without the logits of a whole batch."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+IGNORE_INDEX = -100
+LOGITS_PER_CHUNK = 2**26  # 256 MiB of float32
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """sum_i -log softmax(x_i W^T)[label_i]; both gradients are made with the loss, chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, dtype):
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        w = weight.to(dtype)
+        total = hidden.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=total.dtype) if need_weight else None
+        size = tokens_per_chunk(weight)
+        for start in range(0, hidden.shape[0], size):
+            x, label = hidden[start : start + size].to(dtype), labels[start : start + size]
+            logits = (x @ w.T).to(total.dtype)  # [C, V]
+            losses, log_partition = _losses(logits, label)
+            total = total + losses.sum()
+            if not (need_hidden or need_weight):
+                continue
+            # d loss / d logits = softmax - onehot, zero on ignored rows
+            kept = label != IGNORE_INDEX
+            logits = torch.exp(logits - log_partition[:, None])
+            logits = logits.scatter_add(1, label.where(kept, 0)[:, None], -torch.ones_like(losses)[:, None])
+            logits = (logits * kept[:, None]).to(dtype)
+            if need_hidden:
+                grad_hidden[start : start + size] = logits @ w
+            if need_weight:
+                grad_weight += logits.T @ x
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_total):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        grad_hidden = None if grad_hidden is None else grad_hidden * grad_total.to(grad_hidden.dtype)
+        grad_weight = None if grad_weight is None else (grad_weight * grad_total).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, None, None
+
+
+def _losses(logits, labels):
+    """Negative log-likelihoods [C] (0 where ignored) and log partition functions [C] of logits [C, V]."""
+    log_partition = logits.logsumexp(-1)
+    kept = labels != IGNORE_INDEX
+    target = logits.gather(1, labels.where(kept, 0)[:, None])[:, 0]
+    return (log_partition - target) * kept, log_partition
+
+
+def tokens_per_chunk(weight):
+    return max(LOGITS_PER_CHUNK // weight.shape[0], 1)
+
+
+def compute_dtype(x):
+    """The dtype of a matrix product of `x`: autocast's, or its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+class LanguageModelHead(nn.Linear):
+    """The output projection, which can also turn hidden states into losses without forming all logits.
+
+    The loss lives inside this module's forward so that whatever gathers a module's weight around its call (ZeRO-3,
+    FSDP) works for it too.
+    """
+
+    def forward(self, hidden_states, labels=None, reduction="sum"):
+        """Logits [..., V]; or with labels [...] (-100: ignored) the summed loss, or with reduction "none" each [...].
+
+        The sum is differentiable, the single losses are for evaluation.
+        """
+        if labels is None:
+            return super().forward(hidden_states)
+        hidden, labels = hidden_states.flatten(0, -2), labels.flatten().to(hidden_states.device)
+        dtype = compute_dtype(hidden)
+        with torch.autocast(hidden.device.type, enabled=False):
+            if reduction == "sum":
+                return _LinearCrossEntropy.apply(hidden, self.weight, labels, dtype)
+            return self._token_losses(hidden.to(dtype), labels).view(hidden_states.shape[:-1])
+
+    @torch.no_grad()
+    def _token_losses(self, hidden, labels):
+        weight, size = self.weight.to(hidden.dtype), tokens_per_chunk(self.weight)
+        losses = [
+            _losses(F.linear(x, weight).float(), label)[0]
+            for x, label in zip(hidden.split(size), labels.split(size), strict=True)
+        ]
+        return torch.cat(losses)
+
+
+def shift(labels):
+    """Targets of each position from unshifted labels [B, T]: the next label, -100 at the end."""
+    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]

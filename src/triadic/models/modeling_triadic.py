@@ -1,0 +1,224 @@
+"""One pre-norm decoder for every mixer: TriadicModel (hidden states) and TriadicForCausalLM (logits, loss, generation)."""
+
+import torch
+from torch import nn
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from .cache import CACHE_NAME, adopt, new_cache, one_cache
+from .configuration_triadic import TriadicConfig
+from .layers import ShortConvolution, TriadicMLP, TriadicRMSNorm, document_positions, find_layout
+from .losses import IGNORE_INDEX, LanguageModelHead, shift
+from .mixers import MIXERS, TriadicAttention, TriadicLinearAttention, position_embeddings
+
+
+class TriadicDecoderLayer(GradientCheckpointingLayer):
+    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.input_layernorm = TriadicRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mixer = MIXERS[config.layer_types[layer_idx]](config, layer_idx)
+        self.post_attention_layernorm = TriadicRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = TriadicMLP(config)
+
+    def forward(self, hidden_states, layout, cache=None, position_embeddings=None, attention_mask=None):
+        mixed, _ = self.mixer(self.input_layernorm(hidden_states), layout, cache, position_embeddings, attention_mask)
+        hidden_states = hidden_states + mixed  # [B, T, D]
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class TriadicPreTrainedModel(PreTrainedModel):
+    config_class = TriadicConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["TriadicDecoderLayer"]  # noqa: RUF012 - transformers' own class attributes
+    _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": TriadicDecoderLayer, "attentions": TriadicAttention}  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _is_stateful = True  # a recurrent state cannot be rolled back, so no assisted decoding
+
+    def _init_weights(self, module):
+        super()._init_weights(module)  # matrices N(0, initializer_range), biases 0, norms 1
+        if isinstance(module, (TriadicLinearAttention, ShortConvolution)):
+            module.reset_parameters()
+
+
+class TriadicModel(TriadicPreTrainedModel):
+    """The decoder without its head: token ids or embeddings to hidden states."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([TriadicDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = TriadicRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=None,
+        cu_seq_lens_q=None,
+        max_length_q=None,
+        cache=None,
+        **kwargs,
+    ):
+        """Hidden states [B, T, D] of tokens [B, T]; see TriadicForCausalLM.forward for the arguments."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds.")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds  # [B, T, D]
+        batch, length = x.shape[:2]
+        cache = one_cache(cache, past_key_values)
+        if cache is not None:
+            adopt(cache, self.config)
+        past_length = 0 if cache is None else cache.get_seq_length()
+        padding = attention_mask["full_attention"] if isinstance(attention_mask, dict) else attention_mask
+        layout = find_layout(batch, length, padding, position_ids, cu_seq_lens_q, max_length_q, past_length)
+        cache = self._choose_cache(cache, use_cache, layout)
+
+        if layout.packed and batch > 1:
+            x, position_ids = x.flatten(0, 1)[None], position_ids.expand(batch, -1).flatten()[None]  # [1, B T, D]
+        if position_ids is None:
+            position_ids = document_positions(layout, length, past_length, x.device)
+        attention_mask = self._softmax_mask(x, attention_mask, layout, cache)
+        positions = position_embeddings(self.config, position_ids)
+        for layer in self.layers:
+            x = layer(x, layout=layout, cache=cache, position_embeddings=positions, attention_mask=attention_mask)
+        x = self.norm(x).view(batch, length, -1)
+        return BaseModelOutputWithPast(last_hidden_state=x, **{CACHE_NAME: cache})
+
+    def _choose_cache(self, cache, use_cache, layout):
+        if layout.packed and (cache is not None or use_cache):
+            raise ValueError("packed documents cannot fill a cache: pass one document per row, or use_cache=False.")
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and not layout.packed
+        return new_cache(self.config) if use_cache and cache is None else cache
+
+    def _softmax_mask(self, x, attention_mask, layout, cache):
+        """The mask of the softmax layers; None where the back end needs none."""
+        if isinstance(attention_mask, dict):
+            return attention_mask["full_attention"]
+        if layout.packed or "full_attention" not in self.config.layer_types:
+            return None
+        return create_causal_mask(
+            config=self.config, inputs_embeds=x, attention_mask=attention_mask, **{CACHE_NAME: cache}
+        )
+
+
+class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
+    """The decoder with an output head over the vocabulary."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # noqa: RUF012
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = TriadicModel(config)
+        self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, bias=False)
+        self.vocab_size = config.vocab_size
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        logits_to_keep=0,
+        cu_seq_lens_q=None,
+        max_length_q=None,
+        shift_labels=None,
+        num_items_in_batch=None,
+        cache=None,
+        **kwargs,
+    ):
+        """Logits, and with targets the loss (in training the loss alone, so that full logits never exist).
+
+        Args:
+            input_ids: [B, T] int64, or inputs_embeds [B, T, D].
+            attention_mask: [B, past + T], zero at padding, which may stand on either side: it writes nothing, decays
+                nothing and stays out of the convolution.
+            position_ids: [B, T]; where they do not go up by one, a packed document begins.
+            cu_seq_lens_q: [N + 1] int32, bounds of the documents packed in the one row (B = 1); max_length_q: the
+                longest of them, an int.
+            past_key_values, cache: a transformers Cache, under either of its names.
+            labels: [B, T], shifted here; or shift_labels [B, T], already shifted. -100 is ignored.
+            num_items_in_batch: the loss is the sum over targets divided by it (default: the number of targets).
+            logits_to_keep: only the last n positions' logits, or those at the given indices.
+
+        Raises:
+            ValueError: packing together with padding, a cache, or several rows (cu_seq_lens_q).
+        """
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            cu_seq_lens_q=cu_seq_lens_q,
+            max_length_q=max_length_q,
+            cache=one_cache(cache, past_key_values),
+            **kwargs,
+        )
+        hidden_states, logits, loss = outputs.last_hidden_state, None, None
+        has_targets = labels is not None or shift_labels is not None
+        if self.training and has_targets:
+            targets = shift(labels) if shift_labels is None else shift_labels
+            count = (targets != IGNORE_INDEX).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+            loss = self.lm_head(hidden_states, targets) / count
+        else:
+            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden_states[:, keep])
+            if has_targets:
+                loss = self.loss_function(
+                    logits=logits,
+                    labels=labels,
+                    vocab_size=self.config.vocab_size,
+                    shift_labels=shift_labels,
+                    num_items_in_batch=num_items_in_batch,
+                )
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            **{CACHE_NAME: outputs[CACHE_NAME] if CACHE_NAME in outputs else None},
+        )
+
+    @torch.no_grad()
+    def token_losses(self, input_ids, shift_labels, **kwargs):
+        """Negative log-likelihood in nats of each target, float32 [B, T] (0 where -100); logits exist in chunks only.
+
+        Args:
+            input_ids, shift_labels: [B, T]; further arguments as in `forward`.
+        """
+        hidden_states = self.model(input_ids, use_cache=False, **kwargs).last_hidden_state
+        return self.lm_head(hidden_states, shift_labels, reduction="none")
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if model_kwargs.get(CACHE_NAME) is not None:
+            adopt(model_kwargs[CACHE_NAME], self.config)
+
+
+__all__ = ["TriadicConfig", "TriadicForCausalLM", "TriadicModel", "TriadicPreTrainedModel"]
