@@ -33,8 +33,8 @@ def forward_kernel(
         row, valid = tl.load(p_ch + i_c * 3 + 1).to(tl.int64) + o_t, tl.load(p_ch + i_c * 3 + 2)
         m_t = (o_t < valid)[:, None]
         p_t = p_tab + i_hc * (3 * E * C) + o_t
-        p_x = p_v + (row * HV + i_hv)[:, None] * V + o_v[None, :]
-        b_w = tl.load(p_x, mask=m_t, other=0.0).to(tl.float32)  # [C, BV]
+        p_x = (row * HV + i_hv)[:, None] * V + o_v[None, :]
+        b_w = tl.load(p_v + p_x, mask=m_t, other=0.0).to(tl.float32)  # [C, BV]
         b_o = tl.zeros([C, BV], tl.float32)
         for i_k in range(0, K, BK):
             p_qk = (row * H + i_h)[:, None] * K + i_k + o_k[None, :]
@@ -44,15 +44,13 @@ def forward_kernel(
             for e in range(E):
                 b_s = tl.load(p_state + e * (K * V) + i_k * V).to(dtype)  # [BK, BV]
                 if KEEP:
-                    p_x = p_h + (i_hc * E + e) * (K * V) + (i_k + o_k)[:, None] + o_v[None, :] * K
-                    tl.store(p_x, b_s)
+                    tl.store(p_h + (i_hc * E + e) * (K * V) + (i_k + o_k)[:, None] + o_v[None, :] * K, b_s)
                 b_o += tl.load(p_t + (E + e) * C)[:, None] * tl.dot(b_q, b_s, input_precision=PREC)
                 if DELTA:
                     b_w += tl.load(p_t + e * C)[:, None] * tl.dot(b_k, b_s, input_precision=PREC)
         p_m = p_tp + i_hc * (2 * C * C) + o_t[:, None] * C + o_s[None, :]
         b_w = b_w.to(dtype)
         b_o = tl.dot(tl.load(p_m + C * C), b_w, b_o, input_precision=PREC)
-        p_x = (row * HV + i_hv)[:, None] * V + o_v[None, :]
         tl.store(p_o + p_x, b_o.to(dtype), mask=m_t)
         if DELTA:
             b_y = tl.dot(tl.load(p_m), b_w, input_precision=PREC)

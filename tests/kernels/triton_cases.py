@@ -55,6 +55,21 @@ SLOW = [
     dict(T=200, E=32, K=32, V=32, delta=False, gate="head"),
 ]
 
+# Sizes that only a GPU manages.
+LARGE = [
+    *(dict(T=1000, H=2, HV=2, K=128, V=128, E=E) for E in (1, 2, 4, 8, 16)),
+    *(dict(T=1000, H=2, HV=2, K=128, V=128, E=E, delta=False) for E in (1, 8)),
+    *(dict(B=2, T=127, H=2, HV=4, K=128, V=128, E=E, gate="head") for E in (4, 8)),
+    *(dict(lens=[100, 1, 2, 0, 63, 257], H=2, HV=4, K=128, V=128, E=E, decay="weak") for E in (1, 2, 4, 8, 16)),
+    dict(T=1000, H=1, HV=1, K=128, V=128, E=8, decay="strong"),
+    dict(T=1, H=2, HV=2, K=128, V=128, E=8, h0=False, dht=False),
+    dict(T=1000, H=1, HV=1, K=64, V=64, E=8, q2=True, beta=False, gate=None, decay="none"),
+    dict(T=300, H=1, HV=1, K=256, V=256, E=4),
+    dict(T=300, H=1, HV=1, K=64, V=128, E=3),
+    dict(T=300, H=1, HV=1, K=128, V=64, E=12),
+]
+LISTS = {"small": SMALL, "slow": SLOW, "large": LARGE}
+
 
 def make(c, dtype, device, seed=0):
     """Random inputs of a case, already rounded to the dtypes that the op takes: (tensors by name, cu_seqlens)."""
@@ -195,13 +210,13 @@ def check(c, dtype, device, backend):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("cases", choices=["small", "slow"])
+    parser.add_argument("cases", nargs="+", choices=list(LISTS))
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtypes", default="float32")
     a = parser.parse_args()
     for dtype in a.dtypes.split(","):
-        for c in {"small": SMALL, "slow": SLOW}[a.cases]:
+        for c in [c for name in a.cases for c in LISTS[name]]:
             start = time.time()
             row = check(c, getattr(torch, dtype), a.device, a.backend)
             print(json.dumps(row | {"seconds": round(time.time() - start, 1)}), flush=True)

@@ -1,0 +1,199 @@
+"""Times the op and its peers in one process on the same inputs, and writes one result file.
+
+    python kernels/benchmarks/bench.py --shapes 4x8192 1x65536 --E 1 2 4 8 16 --impl triadic fla sdpa_flash sdpa_cudnn
+
+Medians of event-timed calls with the L2 cache flushed before each; fwdbwd is forward and backward together; peak memory
+is counted above the inputs. A peer that cannot run here leaves a row that says why. --profile adds time per kernel.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+PACKAGES = ("torch", "triton", "fla-core", "flash-qla")
+
+
+def inputs(B, T, H, D, E, dtype=torch.bfloat16):
+    """Random inputs of the op, like those of a trained layer: unit keys and queries, decays from slow to fast."""
+    rand, randn = partial(torch.rand, device="cuda"), partial(torch.randn, device="cuda")
+    rates = torch.logspace(-4, 0.8, E, device="cuda") if E > 1 else torch.full((1,), 0.05, device="cuda")
+    return dict(
+        q=F.normalize(randn(B, T, H, D), dim=-1).to(dtype),
+        k=F.normalize(randn(B, T, H, D), dim=-1).to(dtype),
+        v=randn(B, T, H, D).to(dtype),
+        q2=F.normalize(rand(B, T, H, E) + 0.05, dim=-1),
+        k2=F.normalize(rand(B, T, H, E) + 0.05, dim=-1),
+        g=-rates * rand(B, T, H, E),
+        beta=rand(B, T, H),
+    )
+
+
+def triadic(x, backend):
+    from triadic_kernels import chunk_triadic
+
+    q, k, v, *rest = x.values()
+    q2, k2, g, beta = rest
+    return chunk_triadic(q, k, v, q2=q2, k2=k2, g=g, beta=beta, backend=backend)[0]
+
+
+def fla(x, backend):
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule(x["q"], x["k"], x["v"], x["g"][..., 0], x["beta"].to(x["q"].dtype))[0]
+
+
+def flashqla(x, backend):
+    from flash_qla import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule(x["q"], x["k"], x["v"], x["g"][..., 0], x["beta"].to(x["q"].dtype))[0]
+
+
+def sdpa(which, x, backend):
+    with sdpa_kernel(which):
+        q, k, v = (x[name].transpose(1, 2) for name in ("q", "k", "v"))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+IMPLEMENTATIONS = {
+    "triadic": triadic,
+    "fla": fla,
+    "flashqla": flashqla,
+    "sdpa_flash": partial(sdpa, SDPBackend.FLASH_ATTENTION),
+    "sdpa_cudnn": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+}
+
+
+def forward(f, x, backend):
+    with torch.no_grad():
+        f(x, backend)
+
+
+def forward_backward(f, x, backend):
+    leaves = {name: t.detach().requires_grad_() for name, t in x.items()}
+    o = f(leaves, backend)
+    torch.autograd.grad(o, list(leaves.values()), o.detach(), allow_unused=True)
+
+
+PASSES = {"fwd": forward, "fwdbwd": forward_backward}
+
+
+def median_ms(call, repeats):
+    """Median over repeats of the time of one call, L2 flushed before each, the host well ahead."""
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    for _ in range(2):
+        call()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    torch.cuda.synchronize()
+    for start, end in events:
+        flush.zero_()
+        torch.cuda._sleep(2_000_000)  # about 1 ms: the host runs ahead
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(end) for start, end in events)[repeats // 2]
+
+
+def host_ms(call, repeats=20):
+    """Time on the host to issue one call."""
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+        torch.cuda.synchronize()
+    return sorted(times)[repeats // 2]
+
+
+def peak_gib(call):
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def kernels_ms(call):
+    """Time of each kernel of one call, by name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    times = {e.key[:60]: round(e.device_time_total / 1e3, 4) for e in profile.key_averages()}
+    return dict(sorted(times.items(), key=lambda row: -row[1]))
+
+
+def measure(impl, B, T, E, which, a):
+    """One row of the result file."""
+    backend = a.backend if impl == "triadic" else None
+    row = dict(what="op", impl=impl, backend=backend, mixer="gdn", H=a.H, K=a.D, V=a.D, E=E, B=B, T=T)
+    row["pass"] = which
+    x = inputs(B, T, a.H, a.D, E)
+    call = partial(PASSES[which], IMPLEMENTATIONS[impl], x, a.backend)
+    try:
+        call()
+    except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
+        return row | dict(error=f"{type(error).__name__}: {error}"[:300])
+    row |= dict(
+        ms=round(median_ms(call, a.repeats), 4), peak_gib=round(peak_gib(call), 3), host_ms=round(host_ms(call), 3)
+    )
+    return row | (dict(kernels=kernels_ms(call)) if a.profile else {})
+
+
+def header():
+    """What the result file says about where its numbers come from."""
+    versions = {"python": sys.version.split()[0], "cuda": torch.version.cuda}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return dict(
+        commit=subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        date=time.strftime("%Y-%m-%d"),
+        gpu=torch.cuda.get_device_name(),
+        gpu_count=1,
+        versions=versions,
+        command=" ".join(["python", *sys.argv]),
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--shapes", nargs="+", default=["4x8192"], help="BxT")
+    parser.add_argument("--E", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--H", type=int, default=16)
+    parser.add_argument("--D", type=int, default=128)
+    parser.add_argument("--passes", nargs="+", default=["fwd", "fwdbwd"], choices=list(PASSES))
+    parser.add_argument("--impl", nargs="+", default=["triadic", "fla"], choices=list(IMPLEMENTATIONS))
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out", help="result file; default results/op_<gpu>_<date>.json beside this program")
+    a = parser.parse_args()
+    result = header() | dict(rows=[])
+    gpu = result["gpu"].replace("NVIDIA ", "").replace(" ", "-").lower()
+    path = Path(a.out or Path(__file__).parent / "results" / f"op_{gpu}_{result['date']}.json")
+    path.parent.mkdir(exist_ok=True)
+    for shape in a.shapes:
+        B, T = map(int, shape.split("x"))
+        for impl in a.impl:
+            for E in a.E if impl == "triadic" else [1]:
+                for which in a.passes:
+                    result["rows"].append(measure(impl, B, T, E, which, a))
+                    print(json.dumps(result["rows"][-1]), flush=True)
+                    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Compiles every kernel that a back end launches, for a GPU that need not be there, and reports what the compiler made.
+
+    python kernels/benchmarks/offline.py --backend triton --arch 90 --E 1 8 --dtype bfloat16 --json out.json
+
+A stand-in driver names the architecture, every launch becomes a compilation, and the back end runs forward and backward
+on CPU tensors of the right shapes: so exactly the shipped configurations are compiled. One row per kernel: registers,
+spilled bytes (ptxas -v), stack, shared memory, tensor core instructions, and whether ptxas serialised wgmma (warnings
+C7511 and C7512; then the count of WARPGROUP.ARRIVE equals that of HGMMA).
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+COUNTED = ("HGMMA", "HMMA", "WARPGROUP.ARRIVE", "UTMALDG", "UTMASTG", "LDL", "STL", "BAR.SYNC")
+
+
+class StandIn:
+    """A driver that launches nothing and says that the architecture is there."""
+
+    def __init__(self, arch):
+        self.arch = arch
+        self.utils = self
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=0):
+        return 0
+
+    def get_device_capability(self, device=0):
+        return divmod(self.arch, 10)
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+    def get_device_properties(self, device):
+        return dict(max_shared_mem=232448, max_num_regs=65536, multiprocessor_count=132, warpSize=32)
+
+
+def record_compilations():
+    """Turn every launch into a compilation; returns the list that collects (name, compiled kernel, seconds)."""
+    compiled, run = [], triton.JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        start = time.time()
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if not any(kernel is k for _, k, _ in compiled):
+            compiled.append((self.fn.__name__, kernel, time.time() - start))
+        return kernel
+
+    triton.JITFunction.run = compile_only
+    return compiled
+
+
+def describe(kernel, arch) -> dict:
+    """Resources of a compiled kernel, from its cubin and a second pass of ptxas over its PTX."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin, ptx = Path(folder, "k.cubin"), Path(folder, "k.ptx")
+        cubin.write_bytes(kernel.asm["cubin"])
+        ptx.write_text(kernel.asm["ptx"])
+
+        def tool(name, *arguments):
+            done = subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True)
+            return done.stdout + done.stderr
+
+        usage = tool("cuobjdump", "--dump-resource-usage", cubin)
+        sass = tool("nvdisasm", "-c", cubin)
+        ptxas = "ptxas-blackwell" if arch >= 100 else "ptxas"
+        target = re.search(r"\.target (\w+)", kernel.asm["ptx"])[1]
+        verbose = tool(ptxas, "-v", f"--gpu-name={target}", ptx, "-o", Path(folder, "again.cubin"))
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", verbose)]
+    return dict(
+        registers=registers,
+        spill_bytes=max(spills, default=0),
+        stack_bytes=stack,
+        shared_bytes=kernel.metadata.shared,
+        warps=kernel.metadata.num_warps,
+        serialised_wgmma="C7511" in verbose or "C7512" in verbose,
+        **{name: len(re.findall(rf"\b{re.escape(name)}\b", sass)) for name in COUNTED},
+    )
+
+
+def run_backend(backend, p):
+    """Forward, inference and backward of problem p on uninitialised CPU tensors."""
+    dtype = p.dtype
+    q, k = (torch.empty(p.B, p.T, p.H, p.K, dtype=dtype) for _ in range(2))
+    v, do = (torch.empty(p.B, p.T, p.HV, p.V, dtype=dtype) for _ in range(2))
+    q2, k2 = (torch.empty(p.B, p.T, p.H, p.E) for _ in range(2))
+    g, beta = torch.empty(p.B, p.T, p.HV, p.E), torch.empty(p.B, p.T, p.HV)
+    args = (p, q, k, v, q2, k2, g, beta, None, None)
+    backend.forward(*args, False)
+    saved = backend.forward(*args, True)[2]
+    backend.backward(*args, saved, do, None)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--backend", default="triton")
+    parser.add_argument("--arch", type=int, default=90)
+    parser.add_argument("--E", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--K", type=int, default=128)
+    parser.add_argument("--V", type=int, default=128)
+    parser.add_argument("--group", type=int, default=1, help="value heads per key head")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--linear", action="store_true", help="sGLA: no delta rule")
+    parser.add_argument("--json")
+    a = parser.parse_args()
+    driver.set_active(StandIn(a.arch))
+    compiled, rows = record_compilations(), []
+    from triadic_kernels import dispatch  # after the driver: importing kernels may ask for it
+
+    backend = dispatch.load(dispatch.CHUNK[a.backend])
+    if isinstance(backend, str):
+        raise SystemExit(f"{a.backend}: {backend}")
+    for E in a.E:
+        p = dispatch.Problem(
+            B=1, T=256, H=2, HV=2 * a.group, K=a.K, V=a.V, E=E, N=1, dtype=getattr(torch, a.dtype), device_type="cuda",
+            capability=divmod(a.arch, 10), delta_rule=not a.linear, scale=a.K**-0.5, has_q2=True, gate="slice",
+            has_beta=True, has_initial=False, output_final=False, varlen=False,
+        )  # fmt: skip
+        if reason := backend.unsupported(p):
+            raise SystemExit(f"{a.backend} with E={E}: {reason}")
+        done = len(compiled)
+        run_backend(backend, p)
+        for name, kernel, seconds in compiled[done:]:
+            row = dict(
+                kernel=name, E=E, K=a.K, V=a.V, group=a.group, dtype=a.dtype, arch=a.arch, delta_rule=not a.linear
+            )
+            rows.append(row | describe(kernel, a.arch) | dict(seconds=round(seconds, 1)))
+            print(" ".join(f"{name}={value}" for name, value in rows[-1].items()), flush=True)
+    if a.json:
+        Path(a.json).write_text(json.dumps(dict(triton=triton.__version__, rows=rows), indent=1))
+
+
+if __name__ == "__main__":
+    main()
