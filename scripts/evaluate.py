@@ -1,0 +1,27 @@
+"""Evaluate a checkpoint: python scripts/evaluate.py runs/demo --suite demo --output runs/demo/evaluation [a.b=value]"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from triadic import settings
+from triadic.evaluation import SuiteConfig, evaluate
+
+SUITES = Path(__file__).resolve().parent.parent / "configs" / "eval"
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", help="a Hugging Face folder, a run folder or a hub id")
+    parser.add_argument("--suite", default="demo", help="a name in configs/eval, or a path")
+    parser.add_argument("--output", required=True, help="folder for results.json, results.md and figures")
+    parser.add_argument("--overwrite", action="store_true", help="forget what another evaluation left in --output")
+    parser.add_argument("settings", nargs="*", metavar="a.b=value", help="settings of the suite to change")
+    args = parser.parse_intermixed_args()
+    path = args.suite if args.suite.endswith(".yaml") else SUITES / f"{args.suite}.yaml"
+    try:
+        suite = settings.load(SuiteConfig, path, args.settings)
+        results = evaluate(args.checkpoint, suite, args.output, overwrite=args.overwrite, command=" ".join(sys.argv))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    print((Path(args.output) / "results.md").read_text())
+    sys.exit(0 if all(check["passed"] for check in results["checks"]) else 1)

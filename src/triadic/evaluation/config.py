@@ -1,0 +1,123 @@
+"""What a suite file in configs/eval/ may say: the model's loading, one section for each part, and the checks."""
+
+import itertools
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """How the checkpoint is loaded and fed."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
+    device: str = "auto"  # auto: this process's GPU if there is one, else cpu
+    tokenizer: str | None = None  # a tokenizer folder or hub id; null: the checkpoint's own
+    max_length: int | None = None  # longest input in tokens; null: what the model's config allows
+    add_bos: bool | None = None  # begin every prompt with BOS; null: do as the tokenizer does
+    batch_size: int = 16  # most sequences in one batch
+    batch_tokens: int = 32_768  # most tokens in one padded batch (a longer single sequence goes alone)
+    trust_remote_code: bool = False
+
+    def __post_init__(self):
+        _positive(self, "batch_size", "batch_tokens", "max_length")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The text to judge by. null: the token stores that the checkpoint's run was trained and validated on."""
+
+    train: str | None = None  # a token store
+    validation: str | None = None  # held out: a token store, or .txt / .jsonl / .parquet (a file or a folder of them)
+    column: str = "text"  # of .jsonl and .parquet files
+
+
+@dataclass(frozen=True)
+class PerplexityConfig:
+    """Perplexity by position in the full windows of each held-out document."""
+
+    window: int  # tokens a window feeds to the model; it scores as many
+    buckets: list[int]  # rising edges of the position buckets, from 0 to `window`
+    curve_points: int = 40  # at most so many geometric bins in the loss-by-position curve
+    max_windows: int | None = None  # keep so many, evenly spaced; null: all
+    unigram: bool = True  # score the training store's unigram distribution on the same tokens
+    baseline: str | None = None  # another checkpoint, measured on the same windows
+    windows_per_step: int = 64  # finished steps survive a kill
+
+    def __post_init__(self):
+        _positive(self, "window", "curve_points", "max_windows", "windows_per_step")
+        rising = all(low < high for low, high in itertools.pairwise(self.buckets))
+        if len(self.buckets) < 2 or self.buckets[0] != 0 or self.buckets[-1] != self.window or not rising:
+            raise ValueError(f"buckets must rise from 0 to the window of {self.window} tokens, not {self.buckets}")
+
+
+@dataclass(frozen=True)
+class RulerConfig:
+    """RULER's needle tasks, as lm-eval ships them."""
+
+    lengths: list[int]  # context lengths in tokens
+    tasks: list[str] = field(default_factory=lambda: ["niah_single_1"])
+    samples: int = 500  # for each task and length; lm-eval makes 500
+    min_fill: float = 0.5  # a sample shorter than this share of its length is an error
+
+    def __post_init__(self):
+        _positive(self, "samples")
+        if self.samples > 500:
+            raise ValueError(f"samples must be at most 500, what lm-eval makes for each length, not {self.samples}")
+        if not self.lengths or min(self.lengths) < 256 or len(set(self.lengths)) != len(self.lengths):
+            raise ValueError(f"lengths must be different numbers of at least 256 tokens, not {self.lengths}")
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Text the model writes, and the share of its words that occur in the training store."""
+
+    prompts: list[str] = field(default_factory=lambda: [""])
+    max_new_tokens: int = 200
+    temperature: float = 0.8  # 0: greedy
+    top_p: float = 0.95
+    seed: int = 0
+
+    def __post_init__(self):
+        _positive(self, "max_new_tokens")
+        if self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise ValueError(f"temperature must be >= 0 and top_p in (0, 1], not {self.temperature} and {self.top_p}")
+
+
+@dataclass(frozen=True)
+class ChecksConfig:
+    """What a good result must reach; a check that fails makes the command's exit code 1."""
+
+    min_gain_over_unigram: float | None = None  # nats a token
+    min_context_gain: float | None = None  # first bucket's loss minus the last's, in its standard errors
+    min_word_share: float | None = None
+
+
+@dataclass(frozen=True)
+class SuiteConfig:
+    """One file of configs/eval/: the parts are measured in the order of the fields below."""
+
+    name: str
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    perplexity: PerplexityConfig | None = None
+    ruler: RulerConfig | None = None
+    sample: SampleConfig | None = None
+    checks: ChecksConfig = field(default_factory=ChecksConfig)
+
+    def __post_init__(self):
+        if not self.parts():
+            raise ValueError(f"the suite {self.name} has no part; give at least one of {', '.join(PARTS)}")
+
+    def parts(self) -> dict[str, object]:
+        """The sections this suite asks for, by name."""
+        return {name: getattr(self, name) for name in PARTS if getattr(self, name) is not None}
+
+
+PARTS = tuple(f.name for f in fields(SuiteConfig) if f.name not in ("name", "model", "data", "checks"))
+
+
+def _positive(config, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")

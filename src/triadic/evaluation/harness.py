@@ -1,0 +1,210 @@
+"""The model wrapper lm-eval drives, registered there as "triadic"; works with any Hugging Face causal LM.
+
+What differs from lm-eval's own `hf` wrapper, and why:
+- nothing is ever truncated: an input longer than `max_length` raises (`hf` cuts it on the left with a log line);
+- a text is scored after exactly one BOS, also in rolling mode (`hf` scores a second BOS there);
+- logits exist only for the scored tokens, in pieces, with a float32 softmax (`hf` builds [B, T, V]);
+- batches hold sequences of similar length and are limited in tokens, so that long contexts fit;
+- run folders are found, safetensors only.
+Generation is left-padded with a mask, as in `hf`.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+from lm_eval.evaluator import evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from triadic.evaluation.config import ModelConfig
+from triadic.evaluation.journal import rank, world_size
+from triadic.evaluation.loading import Checkpoint, load_checkpoint
+from triadic.evaluation.scoring import hidden_states, score_hidden
+
+UNLIMITED = 1 << 30
+Scored = tuple[Any, list[int], list[int]]  # (cache key, context ids, continuation ids)
+
+
+@register_model("triadic")
+class TriadicLM(HFLM):
+    """lm-eval's view of a checkpoint.
+
+    `pretrained` is a Checkpoint already loaded, or anything load_checkpoint finds; the other arguments are
+    ModelConfig's fields. Raises ValueError for inputs longer than the model takes.
+    """
+
+    def __init__(self, pretrained: str | Checkpoint, **options: Any):
+        options = {k: v for k, v in options.items() if v is not None and k != "max_batch_size"}
+        config = ModelConfig(**options)
+        found = load_checkpoint(pretrained, config) if isinstance(pretrained, str) else pretrained
+        super().__init__(
+            found.model,
+            backend="causal",
+            tokenizer=found.tokenizer,
+            truncation=False,
+            softmax_dtype="float32",
+            max_length=found.max_length or UNLIMITED,
+            batch_size=config.batch_size,
+        )
+        self.checkpoint = found
+        self.most_sequences, self.most_tokens = config.batch_size, config.batch_tokens
+        self.add_bos = adds_bos(found.tokenizer) if config.add_bos is None else config.add_bos
+        if self.add_bos and found.tokenizer.bos_token_id is None:
+            raise ValueError(f"model.add_bos asks for a BOS, but the tokenizer of {found.name} has none")
+        if world_size() > 1:
+            from accelerate import Accelerator
+
+            self.accelerator = Accelerator()
+            self._rank, self._world_size = rank(), world_size()
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Ids of a text, after one BOS if `add_special_tokens` (None: this wrapper's add_bos) says so."""
+        ids = self.tokenizer.encode(string, add_special_tokens=False)
+        bos = self.tokenizer.bos_token_id
+        if (self.add_bos if add_special_tokens is None else add_special_tokens) and ids[:1] != [bos]:
+            ids = [bos, *ids]
+        return ids
+
+    def tok_batch_encode(
+        self, strings: list[str], left_truncate_len: int | None = None, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Left-padded ids and their mask, both [B, T] int64; raises ValueError rather than truncate."""
+        rows = [self.tok_encode(string) for string in strings]
+        longest = max(map(len, rows))
+        if left_truncate_len is not None and longest > left_truncate_len:
+            raise ValueError(
+                f"a prompt of {longest} tokens leaves no room to generate: {self.checkpoint.name} takes "
+                f"{self.max_length}, of which {left_truncate_len} may be prompt; raise model.max_length or shorten it"
+            )
+        ids = torch.full((len(rows), longest), self.tokenizer.pad_token_id)  # [B, T]
+        mask = torch.zeros_like(ids)
+        for i, row in enumerate(rows):
+            ids[i, longest - len(row) :] = torch.tensor(row)
+            mask[i, longest - len(row) :] = 1
+        return ids, mask
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Generated text for each request, in batches of similar length."""
+        lengths = [len(self.tok_encode(request.args[0])) for request in requests]
+        texts: list[str] = [""] * len(requests)
+        with tqdm(total=len(requests), desc="generate", disable=disable_tqdm or self.rank != 0) as bar:
+            for batch in self._batches(lengths):
+                self.batch_size_per_gpu = len(batch)
+                made = super().generate_until([requests[i] for i in batch], disable_tqdm=True)
+                for i, text in zip(batch, made, strict=True):
+                    texts[i] = text
+                bar.update(len(batch))
+        return texts
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts after one BOS; a text beyond max_length falls into disjoint windows."""
+        pieces: list[Scored] = []
+        owners: list[int] = []
+        for i, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            if ids[:1] == [self.prefix_token_id]:
+                ids = ids[1:]
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+            for context, continuation in map(make_disjoint_window, windows):
+                pieces.append((None, context, continuation))
+                owners.append(i)
+        totals = [0.0] * len(requests)
+        for owner, (value, _) in zip(owners, self._loglikelihood_tokens(pieces, disable_tqdm), strict=True):
+            totals[owner] += value
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: list[Scored], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """(log-likelihood, greedy?) of each continuation; requests that differ in the last token share one pass."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for i, (_, context, continuation) in enumerate(requests):
+            groups.setdefault(tuple(context + continuation[:-1]), []).append(i)
+        inputs = list(groups)
+        results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        with tqdm(total=len(requests), desc="loglikelihood", disable=disable_tqdm or self.rank != 0) as bar:
+            for batch in self._batches([len(ids) for ids in inputs]):
+                rows = [(row, i) for row, n in enumerate(batch) for i in groups[inputs[n]]]
+                answers = self._score_batch([inputs[n] for n in batch], [(row, requests[i]) for row, i in rows])
+                for (_, i), answer in zip(rows, answers, strict=True):
+                    results[i] = answer
+                    if requests[i][0] is not None:
+                        self.cache_hook.add_partial("loglikelihood", requests[i][0], answer)
+                bar.update(len(rows))
+        return results
+
+    @torch.no_grad()
+    def _score_batch(self, inputs: list[tuple[int, ...]], asked: list[tuple[int, Scored]]) -> list[tuple[float, bool]]:
+        """Score continuations against one right-padded batch; `asked` names each one's row of `inputs`."""
+        longest = max(map(len, inputs))
+        if longest > self.max_length:
+            raise ValueError(
+                f"an input of {longest} tokens is longer than the {self.max_length} that {self.checkpoint.name} "
+                "takes; raise model.max_length or shorten it"
+            )
+        ids = torch.zeros(len(inputs), longest, dtype=torch.long)  # [B, T]; padding on the right is never seen
+        for row, tokens in enumerate(inputs):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+        hidden = hidden_states(self.model, ids.to(self.device))  # [B, T, D]
+        states = [hidden[r, len(ctx) - 1 : len(ctx) + len(cont) - 1] for r, (_, ctx, cont) in asked]
+        targets = torch.tensor([token for _, (_, _, cont) in asked for token in cont], device=self.device)
+        losses, hits = score_hidden(self.model, torch.cat(states), targets)  # [N], [N]
+        sizes = [len(cont) for _, (_, _, cont) in asked]
+        return [
+            (-float(loss.sum()), bool(hit.all()))
+            for loss, hit in zip(losses.split(sizes), hits.split(sizes), strict=True)
+        ]
+
+    def _batches(self, lengths: list[int]) -> Iterator[list[int]]:
+        """Indices in batches, longest first: at most most_sequences each, and most_tokens with padding."""
+        order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+        while order:
+            size = max(1, min(self.most_sequences, self.most_tokens // lengths[order[0]]))
+            yield order[:size]
+            order = order[size:]
+
+    def get_model_info(self) -> dict[str, Any]:
+        return self.checkpoint.facts()
+
+
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether this tokenizer puts a BOS before a text by itself."""
+    return tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+
+
+def run_task(
+    lm: LM,
+    task: str | dict,
+    *,
+    samples: int | None = None,
+    metadata: dict | None = None,
+    folder: str | None = None,
+) -> dict[str, Any] | None:
+    """One lm-eval task, as `simple_evaluate` runs it with its default seeds, on its first `samples` documents.
+
+    `folder` narrows lm-eval's task search to one folder of YAML files. Returns lm-eval's results (with samples), in
+    a job of several processes only in the first one; no environment report, which costs seconds for each task.
+    """
+    random.seed(0)
+    np.random.seed(1234)
+    torch.manual_seed(1234)
+    manager = TaskManager(include_path=folder, include_defaults=folder is None, metadata=metadata or {})
+    loaded = manager.load([task])
+    (name,) = loaded["tasks"]
+    chosen = loaded["tasks"][name]
+    if chosen.get_config("num_fewshot") is None:
+        chosen.set_config(key="num_fewshot", value=0)
+    chosen.set_fewshot_seed(seed=1234)
+    picked = None if samples is None else {name: list(range(samples))}
+    return evaluate(lm, loaded, samples=picked, log_samples=True, bootstrap_iters=0)

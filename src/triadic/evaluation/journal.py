@@ -1,0 +1,102 @@
+"""Finished steps of an evaluation on disk, so that a killed one goes on; and one answer for all processes."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+
+class Journal:
+    """Steps of one evaluation: each is computed once, written whole or not at all, and read back after a kill.
+
+    `identity` says what is being measured (checkpoint, suite, versions). A folder that holds another evaluation is
+    refused with a ValueError, unless `overwrite` is set: then its steps are forgotten.
+    """
+
+    def __init__(self, folder: str | Path, identity: dict[str, Any], overwrite: bool = False):
+        self.folder = Path(folder)
+        share(_claim, self.folder, json.loads(json.dumps(identity)), overwrite)
+
+    def once(self, step: str, compute: Callable[[], Any]) -> Any:
+        """The JSON value of `compute()`, from disk if this step was finished before.
+
+        In a job of several processes all of them compute, the first one's value counts, and every one returns it.
+        """
+        path = self.folder / "steps" / (re.sub(r"[^\w.-]+", "-", step) + ".json")
+        if share(path.is_file):
+            return share(lambda: json.loads(path.read_text()))
+        value = compute()
+        share(write_json, path, value)
+        return share(lambda: json.loads(path.read_text()))
+
+
+def _claim(folder: Path, identity: dict, overwrite: bool) -> None:
+    """Mark a folder as this evaluation's, or raise ValueError if it is another's."""
+    path = folder / "evaluation.json"
+    if overwrite:
+        for old in [path, *(folder / "steps").glob("*.json")]:
+            old.unlink(missing_ok=True)
+    if path.is_file():
+        other = json.loads(path.read_text())
+        differs = [key for key in identity if other.get(key) != identity[key]]
+        if differs:
+            raise ValueError(
+                f"{folder} holds an evaluation with another {' and '.join(differs)}; "
+                "choose another --output, or replace it with --overwrite"
+            )
+    elif (folder / "steps").exists() and any((folder / "steps").iterdir()):
+        raise ValueError(f"{folder} holds steps of an unknown evaluation; choose another --output or use --overwrite")
+    else:
+        write_json(path, identity)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file that is complete whenever it exists: temporary name, fsync, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(path.name + ".tmp")
+    with open(scratch, "w") as file:
+        json.dump(value, file, indent=1, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def share(function: Callable, *arguments: Any) -> Any:
+    """The first process calls, all get its value; its exception is raised in all."""
+    if world_size() == 1:
+        return function(*arguments)
+    box: list[Any] = [None, None]
+    if rank() == 0:
+        try:
+            box[0] = function(*arguments)
+        except Exception as error:
+            box[1] = error
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]
+
+
+def gather(values: list) -> list:
+    """Values of every process for items dealt out as items[rank::world_size], back in the items' order."""
+    if world_size() == 1:
+        return values
+    boxes: list[Any] = [None] * world_size()
+    dist.all_gather_object(boxes, values)
+    merged = [None] * sum(map(len, boxes))
+    for first, box in enumerate(boxes):
+        merged[first :: world_size()] = box
+    return merged

@@ -1,0 +1,178 @@
+"""Where a result comes from, and its files: results.md and figures, both made from results.json alone."""
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("triadic", "torch", "transformers", "tokenizers", "datasets", "lm-eval", "wonderwords")
+
+
+def origin(command: str) -> dict[str, Any]:
+    """Commit, date, machine and command of a measurement, as every result file has them."""
+    gpu = torch.cuda.is_available()
+    return {
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "gpu": torch.cuda.get_device_name() if gpu else None,
+        "gpu_count": torch.cuda.device_count() if gpu else 0,
+        "command": command,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python's and each relevant package's version, of those installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """The git commit of this source tree, with "-dirty" if files differ; None outside a repository."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def write_markdown(folder: Path) -> str:
+    """Write results.md from results.json; returns the text."""
+    results = json.loads((folder / "results.json").read_text())
+    facts = results["checkpoint"]
+    lines = [
+        f"# {results['suite']['name']}: {facts['name']}",
+        "",
+        f"{facts['parameters'] / 1e6:.1f}M parameters, {facts['dtype']}, weights {facts['weights_sha256'][:12]}, "
+        f"tokenizer {facts['tokenizer_hash'][:12]}, commit {results['commit']}, {results['date']}",
+    ]
+    for title, make in (
+        ("Checks", _checks),
+        ("Held-out text", _heldout),
+        ("Perplexity by position", _positions),
+        ("Needle in a haystack", _needles),
+        ("Sample", _samples),
+    ):
+        body = make(results)
+        if body:
+            lines += ["", f"## {title}", "", *body]
+    text = "\n".join(lines) + "\n"
+    (folder / "results.md").write_text(text)
+    return text
+
+
+def draw(folder: Path) -> list[Path]:
+    """Draw the figures that results.json has rows for; returns their paths."""
+    rows = json.loads((folder / "results.json").read_text())["rows"]
+    curve = [row for row in rows if row["metric"] == "loss_by_position"]
+    return [_draw_positions(curve, folder / "ppl_by_position.png")] if curve else []
+
+
+def _draw_positions(rows: list[dict[str, Any]], path: Path) -> Path:
+    """Perplexity against position with a band of two standard errors, a line for each model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        low, high = np.array([row["position"] for row in own]).T
+        middle = np.sqrt((low + 1) * high)  # geometric middle of positions counted from 1
+        loss = np.array([row["value"] for row in own])
+        (line,) = axes.plot(middle, np.exp(loss), marker="o", markersize=3, label=model)
+        if all(row["se"] is not None for row in own):
+            band = 2 * np.array([row["se"] for row in own])
+            axes.fill_between(middle, np.exp(loss - band), np.exp(loss + band), color=line.get_color(), alpha=0.2)
+    axes.set(xscale="log", yscale="log", xlabel="position in the window (tokens of context)", ylabel="perplexity")
+    axes.legend()
+    axes.grid(alpha=0.3, which="both")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path
+
+
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    return [" | ".join(["", *cells, ""]).strip() for cells in (header, ["---"] * len(header), *rows)] if rows else []
+
+
+def _pick(results: dict, *metrics: str) -> list[dict[str, Any]]:
+    return [row for row in results["rows"] if row["metric"] in metrics]
+
+
+def _plus_minus(row: dict[str, Any], digits: int) -> str:
+    value = f"{row['value']:.{digits}f}"
+    return value if row.get("se") is None else f"{value} ± {row['se']:.{digits}f}"
+
+
+def _checks(results: dict) -> list[str]:
+    cells = [
+        [c["name"], f"{c['value']:.3g}", f"{c['at_least']:g}", "passed" if c["passed"] else "FAILED"]
+        for c in results["checks"]
+    ]
+    return _table(["check", "figure", "at least", ""], cells)
+
+
+def _heldout(results: dict) -> list[str]:
+    names = {
+        "heldout_loss": "loss, nats a token",
+        "unigram_loss": "unigram model's loss on the same tokens",
+        "gain_over_unigram": "gain over the unigram model",
+    }
+    cells = [[row["model"], names[row["metric"]], _plus_minus(row, 4)] for row in _pick(results, *names)]
+    return _table(["model", "figure", "value ± standard error"], cells)
+
+
+def _positions(results: dict) -> list[str]:
+    rows = _pick(results, "perplexity")
+    cells = [
+        [row["model"], "{}-{}".format(*row["position"]), _plus_minus(row, 2), f"{row['loss']:.4f}"] for row in rows
+    ]
+    lines = _table(["model", "position", "perplexity ± standard error", "loss"], cells)
+    for row in _pick(results, "context_gain"):
+        a, b, c, d = row["position"]
+        lines += [
+            "",
+            f"{row['model']}: loss at {a}-{b} minus loss at {c}-{d}, paired within windows: "
+            f"{_plus_minus(row, 4)} nats.",
+        ]
+    if rows:
+        lines += [
+            "",
+            f"{rows[0]['windows']} windows of {rows[0]['window']} tokens from {rows[0]['documents']} documents; "
+            "standard errors are over documents.",
+        ]
+    return lines
+
+
+def _needles(results: dict) -> list[str]:
+    cells = [
+        [row["task"], str(row["length"]), _plus_minus(row, 3), str(row["samples"])]
+        for row in _pick(results, "contains")
+    ]
+    return _table(["task", "length", "answers found ± standard error", "samples"], cells)
+
+
+def _samples(results: dict) -> list[str]:
+    lines = []
+    for row in _pick(results, "sample"):
+        text = f"**{row['prompt']}**{row['text']}" if row["prompt"] else row["text"]
+        lines += ["> " + line for line in text.splitlines()] + [""]
+    for row in _pick(results, "word_share"):
+        lines.append(f"{row['known']} of the {row['words']} words written occur in the corpus: {row['value']:.1%}.")
+    return lines

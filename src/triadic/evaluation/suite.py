@@ -1,0 +1,113 @@
+"""Run the parts of a suite on one checkpoint: measured once, resumed after a kill, reported in files."""
+
+import importlib
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from triadic import settings
+from triadic.evaluation import report
+from triadic.evaluation.config import ChecksConfig, SuiteConfig
+from triadic.evaluation.journal import Journal, rank, share, write_json
+from triadic.evaluation.loading import Checkpoint, load_checkpoint
+
+PARTS = {  # each module has measure(context, its section of the suite) -> rows
+    "perplexity": "triadic.evaluation.perplexity",
+    "ruler": "triadic.evaluation.ruler",
+    "sample": "triadic.evaluation.sampling",
+}
+
+
+@dataclass
+class Context:
+    """What every part may use."""
+
+    checkpoint: Checkpoint
+    suite: SuiteConfig
+    journal: Journal
+    _lm: Any = field(default=None, repr=False)
+
+    def data(self, kind: str) -> str:
+        """Path of the "train" or "validation" text; raises ValueError if neither the suite nor a run names one."""
+        path = getattr(self.suite.data, kind) or self.checkpoint.run.get(kind)
+        if path is None:
+            raise ValueError(
+                f"{self.checkpoint.name} lies in no run folder, so its {kind} text is unknown; give data.{kind}=PATH"
+            )
+        return path
+
+    def lm(self) -> Any:
+        """The checkpoint behind lm-eval's interface; made on first use, since lm-eval takes seconds to import."""
+        if self._lm is None:
+            from triadic.evaluation.harness import TriadicLM
+
+            logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings are errors here, or about its own CLI
+            options = settings.to_dict(self.suite.model)
+            self._lm = TriadicLM(self.checkpoint, **{k: options[k] for k in ("add_bos", "batch_size", "batch_tokens")})
+        return self._lm
+
+
+def evaluate(
+    name: str, suite: SuiteConfig, output: str | Path, *, overwrite: bool = False, command: str = ""
+) -> dict[str, Any]:
+    """Evaluate the checkpoint `name` and write results.json, results.md and figures into `output`.
+
+    Finished steps found in `output` are not computed again. Returns what results.json holds. Raises ValueError in
+    one sentence for a checkpoint, suite or output folder that cannot be used.
+    """
+    modules = {part: _module(part) for part in suite.parts()}
+    checkpoint = load_checkpoint(name, suite.model)
+    versions = report.versions()
+    identity = {"checkpoint": checkpoint.facts(), "suite": settings.to_dict(suite), "versions": versions}
+    context = Context(checkpoint, suite, Journal(output, identity, overwrite))
+    facts = {"model": name, "tokens": checkpoint.run.get("tokens"), "seed": checkpoint.run.get("seed")}
+    rows, seconds = [], {}
+    for part, section in suite.parts().items():
+        start = time.perf_counter()
+        rows += [facts | {"part": part} | row for row in modules[part].measure(context, section)]
+        seconds[part] = round(time.perf_counter() - start, 2)
+    results = {
+        **report.origin(command),
+        "versions": versions,
+        "seconds": seconds,
+        "checkpoint": checkpoint.facts(),
+        "suite": settings.to_dict(suite),
+        "checks": checks(rows, suite.checks),
+        "rows": rows,
+    }
+    if rank() == 0:
+        write_json(Path(output) / "results.json", results)
+        report.write_markdown(Path(output))
+        report.draw(Path(output))
+    share(lambda: None)
+    return results
+
+
+def checks(rows: list[dict[str, Any]], wanted: ChecksConfig) -> list[dict[str, Any]]:
+    """Each check the suite asks for: its figure, what it must reach, and whether it does."""
+    own = {row["metric"]: row for row in reversed(rows)}  # the evaluated model's rows come before a baseline's
+    out = []
+    for name, metric, least in (
+        ("held-out loss below unigram, nats", "gain_over_unigram", wanted.min_gain_over_unigram),
+        ("loss drop from first to last bucket, standard errors", "context_gain", wanted.min_context_gain),
+        ("share of the sample's words that occur in the corpus", "word_share", wanted.min_word_share),
+    ):
+        if least is None:
+            continue
+        if metric not in own:
+            raise ValueError(f"the check on {metric} needs the part that measures it; add it to the suite")
+        row = own[metric]
+        value = row["value"] / row["se"] if metric == "context_gain" else row["value"]
+        out.append({"name": name, "metric": metric, "value": value, "at_least": least, "passed": value >= least})
+    return out
+
+
+def _module(part: str) -> Any:
+    try:
+        return importlib.import_module(PARTS[part])
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"the part {part} needs {error.name}, which is not installed: pip install 'triadic[eval]'"
+        ) from error

@@ -1,0 +1,121 @@
+"""A checkpoint is found under every name it may be given, and refused in one sentence otherwise."""
+
+import hashlib
+import shutil
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3Config
+
+from triadic import TriadicConfig
+from triadic.evaluation import loading
+from triadic.evaluation.config import ModelConfig
+
+
+@pytest.fixture
+def run(tmp_path, llama):
+    """A run with two complete checkpoints and an unfinished third."""
+    for step, done in ((10, True), (20, True), (30, False)):
+        folder = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"
+        shutil.copytree(llama, folder / "hf")
+        if done:
+            (folder / "done.json").write_text("{}")
+    (tmp_path / "run" / "run.yaml").write_text(
+        "data: {train: data/t, validation: data/v}\nbatch: {global_batch_tokens: 100}\nrun: {steps: 30, seed: 3}\n"
+    )
+    return tmp_path / "run"
+
+
+def test_names_of_a_checkpoint(run, llama):
+    assert loading.find_checkpoint(str(llama)) == llama
+    newest = run / "checkpoints" / "step-00000020"
+    assert loading.find_checkpoint(str(run)) == newest / "hf"
+    assert loading.find_checkpoint(str(newest)) == newest / "hf"
+    assert loading.find_checkpoint(str(newest / "hf")) == newest / "hf"
+    shutil.copytree(llama, run / "final")
+    assert loading.find_checkpoint(str(run)) == run / "final"
+
+
+def test_what_a_run_says_of_its_checkpoints(run, llama):
+    facts = {"train": "data/t", "validation": "data/v", "seed": 3}
+    assert loading.run_facts(run / "checkpoints" / "step-00000020" / "hf") == facts | {"tokens": 2000}
+    assert loading.run_facts(run / "final") == facts | {"tokens": 3000}
+    assert loading.run_facts(llama) == {}
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./no/such", "no/such/folder", "../x"])
+def test_missing_folders(name):
+    with pytest.raises(
+        ValueError, match=f"there is no folder {name}; give a Hugging Face folder, a run folder or a hub id"
+    ):
+        loading.find_checkpoint(name)
+
+
+def test_unreachable_hub(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("no\nnetwork.")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(ValueError, match=r"no folder runs/absent here, and the hub gives no model of that name \(no network\)"):
+        loading.find_checkpoint("runs/absent")
+
+
+def test_a_hub_id_is_fetched(monkeypatch, llama):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: {"some/model": str(llama)}[name])
+    assert loading.find_checkpoint("some/model") == llama
+
+
+def test_folders_without_a_model(tmp_path, llama, run):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"neither a Hugging Face folder .* nor a run folder"):
+        loading.find_checkpoint(str(tmp_path / "empty"))
+    for done in run.glob("checkpoints/*/done.json"):
+        done.unlink()
+    with pytest.raises(ValueError, match="no complete checkpoint: none of its 3"):
+        loading.find_checkpoint(str(run))
+    shutil.copytree(llama, tmp_path / "pickled")
+    (tmp_path / "pickled" / "model.safetensors").unlink()
+    torch.save({}, tmp_path / "pickled" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="weights in other formats are not loaded"):
+        loading.find_checkpoint(str(tmp_path / "pickled"))
+
+
+def test_loaded_for_evaluation(llama):
+    found = loading.load_checkpoint(str(llama), ModelConfig(dtype="bfloat16"))
+    assert found.model.dtype == torch.bfloat16
+    assert not found.model.training
+    assert not any(p.requires_grad for p in found.model.parameters())
+    on_cpu = loading.load_checkpoint(str(llama), ModelConfig(device="cpu"))
+    assert on_cpu.model.dtype == torch.float32
+    inner = hashlib.sha256((llama / "model.safetensors").read_bytes()).digest()
+    assert on_cpu.weights_hash == hashlib.sha256(inner).hexdigest()
+    assert on_cpu.facts()["parameters"] == sum(p.numel() for p in on_cpu.model.parameters())
+
+
+def test_broken_tokenizers(llama, tmp_path):
+    shutil.copytree(llama, tmp_path / "bare")
+    for file in (tmp_path / "bare").glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        loading.load_checkpoint(str(tmp_path / "bare"))
+
+
+def test_a_tokenizer_larger_than_the_model(llama, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    from transformers import AutoTokenizer
+
+    larger = AutoTokenizer.from_pretrained(tmp_path)
+    larger.add_tokens(["<new>"])
+    larger.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"the tokenizer has 513 tokens, but the model .* only 512"):
+        loading.load_checkpoint(str(llama), ModelConfig(tokenizer=str(tmp_path)))
+
+
+def test_position_limits():
+    limits = {"max_position_embeddings": 100}
+    assert loading.position_limit(LlamaConfig(**limits)) == 100
+    assert loading.position_limit(Qwen3Config(**limits)) == 100
+    assert loading.position_limit(TriadicConfig(num_hidden_layers=2, **limits)) is None
+    mixed = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    assert loading.position_limit(TriadicConfig(**mixed, **limits)) == 100
+    assert loading.position_limit(TriadicConfig(**mixed, **limits, position_embedding="none")) is None

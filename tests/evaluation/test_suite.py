@@ -1,0 +1,234 @@
+"""The whole evaluation: result files, checks, resume, command lines, shipped suites."""
+
+import importlib.util
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from triadic import settings
+from triadic.evaluation import config, evaluate, journal, report, sampling, suite
+
+ROOT = Path(__file__).resolve().parents[2]
+TREE = {
+    "name": "tiny",
+    "perplexity": {"window": 64, "buckets": [0, 16, 64], "windows_per_step": 5, "curve_points": 6},
+    "ruler": {"lengths": [512], "samples": 2},
+    "sample": {"prompts": ["", "ka lo"], "max_new_tokens": 12},
+    "checks": {"min_gain_over_unigram": -100.0, "min_context_gain": -1000.0, "min_word_share": 0.0},
+}
+
+
+def tiny(**sections) -> config.SuiteConfig:
+    return settings.from_dict(config.SuiteConfig, TREE | sections)
+
+
+@pytest.fixture(scope="module")
+def finished(run_folder, tmp_path_factory):
+    """The tiny suite on a run folder, once: (folder, results)."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    return folder, evaluate(str(run_folder), tiny(), folder, command="evaluate.py tiny")
+
+
+def test_results_carry_their_origin(finished, run_folder, data):
+    folder, results = finished
+    written = json.loads((folder / "results.json").read_text())
+    assert written == results
+    assert {"commit", "date", "gpu", "gpu_count", "versions", "command", "rows"} <= written.keys()
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", written["commit"])
+    assert written["versions"]["lm-eval"] >= "0.4.13"
+    assert {"torch", "transformers", "datasets", "python"} < written["versions"].keys()
+    assert len(written["checkpoint"]["weights_sha256"]) == 64
+    assert (
+        written["checkpoint"]["tokenizer_hash"]
+        == json.loads((data / "train" / "store.json").read_text())["tokenizer_hash"]
+    )
+    assert written["suite"]["perplexity"]["window"] == 64
+    for row in written["rows"]:
+        assert (row["model"], row["tokens"], row["seed"]) == (str(run_folder), 50 * 4096, 7)
+    metrics = {row["metric"] for row in written["rows"]}
+    assert {"perplexity", "context_gain", "heldout_loss", "unigram_loss", "contains", "sample", "word_share"} < metrics
+
+
+def test_report_shows_the_figures(finished):
+    folder, results = finished
+    text = (folder / "results.md").read_text()
+    values = {row["metric"]: row["value"] for row in results["rows"]}
+    for metric in ("heldout_loss", "unigram_loss", "gain_over_unigram"):
+        assert f"{values[metric]:.4f}" in text
+    assert f"{values['word_share']:.1%}" in text
+    assert text.count("passed") == 3
+    assert "| niah_single_1 | 512 |" in text
+    for row in results["rows"]:
+        if row["metric"] == "perplexity":
+            assert f"{row['value']:.2f}" in text
+
+
+def test_figure_is_drawn_from_the_results(finished, tmp_path):
+    folder, results = finished
+    picture = (folder / "ppl_by_position.png").read_bytes()
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    assert len(picture) > 5000
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    assert report.draw(tmp_path) == [tmp_path / "ppl_by_position.png"]
+    (tmp_path / "results.json").write_text(json.dumps({"rows": []}))
+    assert report.draw(tmp_path) == []
+
+
+def test_word_share_counts_the_written_words(finished, data, tokenizer):
+    from triadic.data import open_store
+
+    _, results = finished
+    corpus = sampling.corpus_words(open_store(data / "train"), tokenizer)
+    rows = [row for row in results["rows"] if row["metric"] == "sample"]
+    assert [row["prompt"] for row in rows] == ["", "ka lo"]
+    counts = [sampling.count_words(row["text"], corpus) for row in rows]
+    share = next(row for row in results["rows"] if row["metric"] == "word_share")
+    assert (share["known"], share["words"]) == tuple(map(sum, zip(*counts, strict=True)))
+
+
+def test_killed_and_resumed_gives_the_same_results(finished, run_folder, tmp_path, monkeypatch):
+    """Killed at every step in turn, each time leaving a half-written file behind; then run to the end."""
+    write, written = journal.write_json, []
+
+    def dying(path, value):
+        if "steps" in path.parts:
+            if len(written) == limit:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.with_name(path.name + ".tmp").write_text('{"half')
+                raise KeyboardInterrupt
+            written.append(path.name)
+        write(path, value)
+
+    monkeypatch.setattr(journal, "write_json", dying)
+    limit, kills = 1, 0
+    while True:
+        try:
+            results = evaluate(str(run_folder), tiny(), tmp_path, command="evaluate.py tiny")
+            break
+        except KeyboardInterrupt:
+            kills += 1
+            limit += 1
+    assert kills > 4
+    assert len(written) == len(set(written)) == len(list((tmp_path / "steps").glob("*.json")))
+    ours, whole = (json.loads(json.dumps(r)) for r in (results, finished[1]))
+    for found in (ours, whole):
+        del found["date"], found["seconds"]
+    assert ours == whole
+
+
+def test_a_finished_evaluation_is_not_computed_again(finished, run_folder, monkeypatch):
+    folder, results = finished
+    monkeypatch.setattr("triadic.evaluation.perplexity.token_losses", None)
+    monkeypatch.setattr("triadic.evaluation.sampling.complete", None)
+    monkeypatch.setattr("triadic.evaluation.ruler.needle", None)
+    assert evaluate(str(run_folder), tiny(), folder)["rows"] == results["rows"]
+
+
+def test_the_folder_of_another_evaluation_is_refused(finished, run_folder, llama, tmp_path):
+    folder, _ = finished
+    before = (folder / "evaluation.json").read_text()
+    other = tiny(sample={"prompts": ["ka"]})
+    with pytest.raises(ValueError, match="holds an evaluation with another suite; choose another --output"):
+        evaluate(str(run_folder), other, folder)
+    with pytest.raises(ValueError, match="another checkpoint"):
+        evaluate(str(llama), tiny(), folder)
+    assert (folder / "evaluation.json").read_text() == before
+    claimed = journal.Journal(tmp_path, {"checkpoint": 1})
+    claimed.once("a", lambda: 1)
+    with pytest.raises(ValueError, match="another checkpoint"):
+        journal.Journal(tmp_path, {"checkpoint": 2})
+    assert journal.Journal(tmp_path, {"checkpoint": 2}, overwrite=True).once("a", lambda: 2) == 2
+
+
+@pytest.mark.parametrize("least", [1e9, -1e9])
+def test_checks(least):
+    rows = [
+        {"metric": "context_gain", "value": 0.3, "se": 0.1},
+        {"metric": "gain_over_unigram", "value": 1.25, "se": 0.1},
+        {"metric": "word_share", "value": 0.875},
+        {"metric": "word_share", "value": 0.1, "model": "a baseline"},
+    ]
+    wanted = config.ChecksConfig(min_gain_over_unigram=least, min_context_gain=least, min_word_share=least)
+    found = suite.checks(rows, wanted)
+    assert [round(check["value"], 9) for check in found] == [1.25, 3.0, 0.875]
+    assert all(check["passed"] == (least < 0) for check in found)
+    assert suite.checks(rows, config.ChecksConfig()) == []
+    with pytest.raises(ValueError, match="needs the part that measures it"):
+        suite.checks([], wanted)
+
+
+def test_text_is_needed_outside_a_run(llama, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"lies in no run folder, so its validation text is unknown; give data.validation"
+    ):
+        evaluate(str(llama), tiny(), tmp_path)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "eval").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_suites_load(path):
+    loaded = settings.load(config.SuiteConfig, path)
+    assert loaded.name == path.stem
+    for part in loaded.parts():
+        assert importlib.util.find_spec(suite.PARTS[part])
+
+
+def run_script(monkeypatch, name: str, *arguments: str):
+    """Run scripts/NAME as a command would; returns its exit code (0, 1, or a message, which exits with 1)."""
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "scripts" / name), run_name="__main__")
+    return stop.value.code
+
+
+def test_evaluate_command(run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    small = ["perplexity.window=64", "perplexity.buckets=[0,16,64]", "ruler=null", "sample=null", "checks={}"]
+    given = [str(run_folder), "--suite", "demo", "--output", str(tmp_path)]
+    assert run_script(monkeypatch, "evaluate.py", *given, *small) == 0
+    assert "## Perplexity by position" in capsys.readouterr().out
+    failing = ["--overwrite", *small[:-1], "checks={min_gain_over_unigram: 1e9}"]
+    assert run_script(monkeypatch, "evaluate.py", *given, *failing) == 1
+    assert "FAILED" in (tmp_path / "results.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/no/such", "--suite", "demo"], "error: there is no folder /no/such; give a Hugging Face folder"),
+        (["{run}", "--suite", "demmo"], "error: there is no configuration file"),
+        (["{run}", "--suite", "demo", "ruler.sample=3"], "did you mean ruler.samples"),
+    ],
+)
+def test_bad_commands_write_nothing(run_folder, tmp_path, monkeypatch, arguments, message):
+    arguments = [argument.format(run=run_folder) for argument in arguments]
+    code = run_script(monkeypatch, "evaluate.py", *arguments, "--output", str(tmp_path / "out"))
+    assert message in code
+    assert "\n" not in code
+    assert not (tmp_path / "out").exists()
+
+
+def test_generate_command(run_folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["generate.py", str(run_folder), "--prompt", "ka lo", "--max_new_tokens", "6"])
+    runpy.run_path(str(ROOT / "scripts" / "generate.py"), run_name="__main__")
+    out, err = capsys.readouterr()
+    assert out.startswith("ka lo")
+    assert re.search(r"\[\d+ tokens, [\d.]+ tokens/s after [\d.]+ s\]", err)
+    assert "there is no folder" in run_script(monkeypatch, "generate.py", "/no/such")
+
+
+def test_eval_sh_passes_everything_on(tmp_path, monkeypatch):
+    """Without a GPU it becomes one python process with the same arguments, in the same order."""
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/sh\ncase "$1" in -c) echo 0;; *) printf "%s\\n" "$@";; esac\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    given = ["runs/a b", "--suite", "demo", "x.y=[1, 2]"]
+    out = subprocess.run([ROOT / "scripts" / "eval.sh", *given], capture_output=True, text=True, check=True).stdout
+    script, *rest = out.splitlines()
+    assert Path(script).resolve() == ROOT / "scripts" / "evaluate.py"
+    assert rest == given
