@@ -29,8 +29,8 @@ def causal_conv1d(
         weight: [D, W], the last column meets the current token.
         activation: None, "silu", "softplus", "sigmoid" or "relu".
         initial_state: the W - 1 inputs before the first, oldest first, [N, D, W - 1]; None: zeros.
-        output_final_state: also return the last W - 1 inputs of every sequence (the initial state's, where a sequence is
-            shorter), so that segments can be chained; gradients flow through it.
+        output_final_state: also return the last W - 1 inputs of every sequence (the initial state where a sequence
+            is shorter), so that segments can be chained; gradients flow through it.
         cu_seqlens: [N + 1] int32 or int64 boundaries of documents packed along T (B must be 1).
         check: also check the contents of cu_seqlens when it is not on the CPU, where they are always checked.
 

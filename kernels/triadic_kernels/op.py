@@ -10,7 +10,7 @@ import re
 import torch
 from torch import Tensor
 
-from .dispatch import CHUNK, RECURRENT, load, problem, report, select
+from .dispatch import RECURRENT, load, problem, report, select
 from .packing import check_cu_seqlens, check_cu_seqlens_metadata
 from .reference import l2norm
 
@@ -287,7 +287,7 @@ def _(q, k, v, q2, k2, g, beta, h0, *_):
 
 
 def _keep_for_backward(ctx, inputs, output):
-    *tensors, scale, delta_rule, output_final, keep, backend, check = inputs
+    *tensors, scale, delta_rule, output_final, _, backend, _ = inputs
     saved = output[1 + output_final :]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*saved)

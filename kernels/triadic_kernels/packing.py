@@ -4,6 +4,7 @@
 cu_seqlens[n+1] - 1. A batch [B, T] is the packed case of B documents of length T. A chunk never spans two documents.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -13,15 +14,15 @@ from torch import Tensor
 class ChunkTable(NamedTuple):
     """Where each chunk's tokens stand, chunks ordered by their place in their document, longest document first.
 
-    So the chunks that can be computed together, the j-th of every document that has one, are a slice, and document
-    order[i] is row i of each slice.
+    So the chunks that can be computed together, the j-th of every document that has one, are a slice, and row i of each
+    slice is document order[i].
     """
 
     order: Tensor  # [N] documents, longest first
-    steps: list[int]  # documents that have a chunk 0, 1, 2, ...: never increasing, sum = chunks
-    token: Tensor  # [chunks * C] token of each slot (any valid token where the slot is padding)
-    padding: Tensor  # [...] slots that are padding
-    slot: Tensor  # [tokens] slot of each token
+    steps: list[int]  # how many documents have a chunk 0, 1, 2, ...: never increasing
+    token: Tensor  # [chunks, C] token of each slot (the document's first where the slot is padding)
+    padding: tuple[Tensor, Tensor]  # chunk and slot within it of every padded slot
+    slot: Tensor  # [tokens] slot of each token, counted through the chunks
 
 
 def chunk_bound(tokens: int, documents: int, chunk: int) -> int:
@@ -31,9 +32,7 @@ def chunk_bound(tokens: int, documents: int, chunk: int) -> int:
 
 def document_lengths(batch: int, length: int, cu_seqlens: Tensor | None) -> list[int]:
     """Documents' lengths as Python numbers (reads `cu_seqlens` on the host)."""
-    if cu_seqlens is None:
-        return [length] * batch
-    return cu_seqlens.diff().tolist()
+    return [length] * batch if cu_seqlens is None else cu_seqlens.diff().tolist()
 
 
 def chunk_table(lengths: list[int], chunk: int, device: torch.device) -> ChunkTable:
@@ -41,31 +40,38 @@ def chunk_table(lengths: list[int], chunk: int, device: torch.device) -> ChunkTa
     length = torch.tensor(lengths, dtype=torch.int64)
     start = length.cumsum(0) - length
     length, order = length.sort(descending=True, stable=True)
-    start = start[order]
     chunks = (length + chunk - 1) // chunk
-    most = int(chunks[0]) if lengths else 0
-    steps = [int(n) for n in (chunks[:, None] > torch.arange(most)).sum(0)]
-
-    row = torch.cat([torch.arange(n) for n in steps] or [length.new_empty(0)])  # [chunks]: place in `order`
-    place = torch.cat([torch.full((n,), j) for j, n in enumerate(steps)] or [length.new_empty(0)])  # chunk of document
-    offset = place[:, None] * chunk + torch.arange(chunk)  # [chunks, C]: token within the document
-    valid = offset < length[row][:, None]
-    token = torch.where(valid, offset, 0) + start[row][:, None]
-    slot = torch.empty(int(length.sum()), dtype=torch.int64)
+    # [most, N], true where the document has that chunk; read row by row, this is the order of chunks
+    present = torch.arange(int(chunks.max()) if lengths else 0)[:, None] < chunks
+    place, row = present.nonzero().unbind(1)
+    offset = place[:, None] * chunk + torch.arange(chunk)  # [chunks, C] token within the document
+    valid = offset < length[row, None]
+    token = torch.where(valid, offset, 0) + start[order][row, None]
+    slot = torch.empty(sum(lengths), dtype=torch.int64)
     slot[token[valid]] = valid.flatten().nonzero()[:, 0]
-    padding = (~valid).flatten().nonzero()[:, 0]
-    return ChunkTable(order.to(device), steps, token.flatten().to(device), padding.to(device), slot.to(device))
+    padding = (~valid).nonzero().unbind(1)
+    to = lambda x: x.to(device)  # noqa: E731
+    return ChunkTable(to(order), present.sum(1).tolist(), to(token), (to(padding[0]), to(padding[1])), to(slot))
 
 
-def to_chunks(x: Tensor, table: ChunkTable, chunk: int) -> Tensor:
-    """Tokens to chunks, padding zero: [tokens, heads, D] -> [chunks, heads, C, D]."""
-    rows = x.index_select(0, table.token).index_fill_(0, table.padding, 0)
-    return rows.view(-1, chunk, *x.shape[1:]).transpose(1, 2).contiguous()
+def to_chunks(x: Tensor, table: ChunkTable, heads: int) -> Tensor:
+    """Tokens to chunks: [tokens, H, D] -> [chunks, heads, C, D], head h from head h // (heads / H), padding zero."""
+    tokens, H, D = x.shape
+    chunks, chunk = table.token.shape
+    head = torch.arange(heads, device=x.device) // (heads // H)
+    rows = table.token[:, None] * H + head[:, None]  # [chunks, heads, C]
+    y = x.flatten(0, 1).index_select(0, rows.flatten()).view(chunks, heads, chunk, D)
+    y[table.padding[0], :, table.padding[1]] = 0
+    return y
 
 
 def from_chunks(x: Tensor, table: ChunkTable) -> Tensor:
     """Chunks to tokens: [chunks, heads, C, D] -> [tokens, heads, D]."""
-    return x.transpose(1, 2).flatten(0, 1).index_select(0, table.slot)
+    _, heads, chunk, D = x.shape
+    rows = ((table.slot // chunk) * heads * chunk + table.slot % chunk)[:, None] + torch.arange(
+        heads, device=x.device
+    ) * chunk
+    return x.flatten(0, 2).index_select(0, rows.flatten()).view(-1, heads, D)
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
@@ -73,7 +79,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0:
         raise ValueError(f"cu_seqlens starts at {bounds[0]}, but the first document starts at token 0.")
-    for n, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for n, (start, end) in enumerate(itertools.pairwise(bounds)):
         if end < start:
             raise ValueError(f"cu_seqlens decreases from {start} to {end} at document {n}; sort the boundaries.")
     if bounds[-1] != tokens:

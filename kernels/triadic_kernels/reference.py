@@ -1,15 +1,20 @@
 """Triadic linear attention in plain torch: the token recurrence, which is the definition, and its chunkwise form.
 
 Legend: B batch, T time, H key heads, HV value heads, K and V key and value sizes, E second-key size, C chunk length,
-N sequences, NC chunks. Log decays are natural logs, <= 0.
+N sequences, M chunks times value heads. Log decays are natural logs, <= 0. Source: Sieberling et al., Triadic Linear
+Attention, arXiv 2609.36529.
 """
+
+import math
 
 import torch
 from torch import Tensor
 
-from .packing import chunk_bound, chunk_table, document_lengths, from_chunks, to_chunks
+from .packing import ChunkTable, chunk_bound, chunk_table, document_lengths, from_chunks, to_chunks
 
-C = 64  # tokens of a chunk
+C = 32  # tokens of a chunk
+SLAB = 64  # chunks whose [C, C, E] masks exist at the same time
+NEVER = -2000.0  # 2 to this is 0 in every dtype; sums over a log decay of -inf would be NaN
 
 
 def l2norm(x: Tensor) -> Tensor:
@@ -18,8 +23,8 @@ def l2norm(x: Tensor) -> Tensor:
     return (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
 
-def token_recurrence(q, k, v, q2, k2, g, beta, S, delta_rule: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """The definition (arXiv 2609.36529): one token after another, differentiable, any dtype.
+def token_recurrence(q, k, v, q2, k2, g, beta, S, *, delta_rule: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """The definition: one token after another, differentiable, any dtype.
 
     q, k [B, T, HV, K], v [B, T, HV, V], q2, k2 [B, T, HV, E], g [B, T, HV, E] or [B, T, HV, 1], beta [B, T, HV] and the
     state S [B, HV, E, K, V], all of one dtype. Returns o [B, T, HV, V] and the state after the last token.
@@ -41,199 +46,281 @@ def token_recurrence(q, k, v, q2, k2, g, beta, S, delta_rule: bool, scale: float
     return torch.stack(o, 1).view(B, T, HV, V) if o else torch.zeros_like(v), S
 
 
-def unsupported(p) -> str | None:
-    """This back end runs everything."""
-    return None
-
-
 def recurrent(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens) -> tuple[Tensor, Tensor | None]:
-    """`recurrent_triadic` by the token recurrence."""
-    dtype = _exact(p.dtype)
-    q, k, v, q2, k2, g, beta = _all_present(p, q, k, v, q2, k2, g, beta, dtype)
-    S = v.new_zeros(p.N, p.HV, p.E, p.K, p.V) if h0 is None else h0
+    """`recurrent_triadic`: the token recurrence of every sequence."""
+    q, k, v, q2, k2, g, beta = _all_present(p, q, k, v, q2, k2, g, beta)
+    if p.H != p.HV:
+        q, k, q2, k2 = (x.repeat_interleave(p.HV // p.H, 2) for x in (q, k, q2, k2))
+    tokens = [x.to(_exact(p.dtype)) for x in (q, k, v, q2, k2, g)] + [beta[..., 0]]
+    S = tokens[2].new_zeros(p.N, p.HV, p.E, p.K, p.V) if h0 is None else h0
     if cu_seqlens is None:
-        o, S = token_recurrence(q, k, v, q2, k2, g, beta, S, p.delta_rule, p.scale)
+        o, S = token_recurrence(*tokens, S, delta_rule=p.delta_rule, scale=p.scale)
     else:
-        bounds = cu_seqlens.tolist()
-        parts = []
-        for n in range(p.N):
-            document = [x[:, bounds[n] : bounds[n + 1]] for x in (q, k, v, q2, k2, g, beta)]
-            parts.append(token_recurrence(*document, S[n : n + 1], p.delta_rule, p.scale))
-        o, S = (torch.cat(x, dim) for x, dim in zip(zip(*parts, strict=True), (1, 0), strict=True))
+        lengths = document_lengths(p.B, p.T, cu_seqlens)
+        documents = zip(*(x.split(lengths, 1) for x in tokens), S.split(1), strict=True)
+        parts = [token_recurrence(*x, delta_rule=p.delta_rule, scale=p.scale) for x in documents]
+        o, S = torch.cat([o for o, _ in parts], 1), torch.cat([S for _, S in parts])
     return o.to(p.dtype), S if p.output_final else None
 
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _all_present(p, q, k, v, q2, k2, g, beta, dtype):
-    """One dtype, one head count, and what is absent spelt out: q2 = k2 = 1, g = 0, beta = 1."""
-    q, k, v = (x.to(dtype) for x in (q, k, v))
-    if q2 is None:
-        q2 = k2 = q.new_ones(()).expand(*q.shape[:3], 1)
-    if p.H != p.HV:
-        q, k, q2, k2 = (x.repeat_interleave(p.HV // p.H, 2) for x in (q, k, q2, k2))
-    if g is None:
-        g = v.new_zeros(()).expand(*v.shape[:3], 1)
-    elif p.gate == "head":
-        g = g[..., None]
-    if beta is None:
-        beta = v.new_ones(()).expand(v.shape[:3])
-    return q, k, v, q2, k2, g, beta
+def unsupported(p) -> str | None:
+    """Nothing: plain torch runs every problem."""
+    return None
 
 
 def forward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep: bool):
-    """The chunkwise form (MATH: W, U, O, S of a chunk); the chunks of different documents and heads go together."""
-    table = chunk_table(document_lengths(p.B, p.T, cu_seqlens), C, q.device)
-    q, k, v, q2, k2, g, beta = _chunks(p, q, k, v, q2, k2, g, beta, table)
-    into, out, whole = _decays(g)
-    A, P, *_ = _masks(p, q, k, q2, k2, g, beta)
-    a, b, c = _outer(k2 * into, k), _outer(q2 * into, q), _outer(k2 * out, k)
+    """The chunkwise form: what lies within chunks for all of them together, then the states chunk after chunk.
 
-    S = v.new_zeros(p.N, p.HV, p.E * p.K, p.V) if h0 is None else h0.view(p.N, p.HV, p.E * p.K, p.V)[table.order]
-    bound = chunk_bound(p.B * p.T, p.N, C)
-    saved = [x.new_empty(bound, p.HV, *x.shape[2:]) for x in (S, v, v, A)] if keep else []
-    O = torch.empty_like(v)
-    ht, at = [], 0
-    for n in table.steps:
-        ht.append(S[n:])
-        S, now = S[:n], slice(at, at + n)
-        W = v[now] - a[now] @ S if p.delta_rule else v[now]
-        U = beta[now] * W
+    For a chunk that starts with the states S_e, with gc the inclusive cumulative sum of g in it, G_e the decay between
+    two of its tokens, a = k2 exp(gc), b = scale q2 exp(gc) and c = k2 exp(gc[C] - gc):
+
+        P = scale tril(Q K^T * sum_e (q2_e k2_e^T) * G_e)
+        A = (I + tril(diag(beta) (K K^T * sum_e (k2_e k2_e^T) * G_e), -1))^-1      (sGLA: A = I)
+        W = V - sum_e diag(a_e) K S_e                                              (sGLA: W = V)
+        U = A diag(beta) W
+        O = sum_e diag(b_e) Q S_e + P U
+        S_e <- exp(gc_e[C]) S_e + K^T diag(c_e) U
+    """
+    table = chunk_table(document_lengths(p.B, p.T, cu_seqlens), C, q.device)
+    q, k, v, q2, k2, g, beta = _to_chunks(p, table, *_all_present(p, q, k, v, q2, k2, g, beta))
+    g = _base_2(g)
+    into, out, whole = _decays(g)
+    a, b, c = k2 * into, p.scale * q2 * into, k2 * out
+    saved = _buffers(p, chunk_bound(p.B * p.T, p.N, C) * p.HV if keep else len(q), q, states=keep)
+    states, U, P, W, A = _named(p, saved, v)
+    spans = _spans(g)
+    for part in _slabs(len(q)):
+        G = _decay_between(g[part], spans)
+        P[part] = p.scale * (q[part] @ k[part].mT) * _mix(q2[part], k2[part], G)
         if p.delta_rule:
-            U = A[now] @ U
-        O[now] = p.scale * (b[now] @ S) + P[now] @ U
-        if keep:
-            for x, y in zip(saved, (S, W, U, A[now]), strict=True):
-                x[now] = y
-        S = _scale(S, whole[now], p) + c[now].mT @ U
-        at += n
-    ht = torch.cat([S, *reversed(ht)])
-    o = from_chunks(O, table).view(p.B, p.T, p.HV, p.V).to(p.dtype)
-    if not p.output_final:
-        return o, None, saved
-    final = torch.empty_like(ht)
-    final[table.order] = ht
-    return o, final.view(p.N, p.HV, p.E, p.K, p.V), saved
+            L = beta[part] * (k[part] @ k[part].mT) * _mix(k2[part], k2[part], G)
+            A[part] = torch.linalg.solve_triangular(L, torch.eye(C).to(L), upper=False, unitriangular=True)
+
+    S, ended, o = _longest_first(p, table, h0, q), [], torch.empty_like(v)
+    for n, now, _ in _steps(table, p.HV):
+        ended.append(S[n:])
+        S = S[:n]
+        torch.bmm(_outer(b[now], q[now]), S, out=o[now])
+        if p.delta_rule:
+            torch.baddbmm(v[now], _outer(a[now], k[now]), S, alpha=-1, out=W[now])
+            torch.bmm(A[now], beta[now] * W[now], out=U[now])
+        else:
+            torch.mul(beta[now], v[now], out=U[now])
+        o[now].baddbmm_(P[now], U[now])
+        after = states[now] if keep else torch.empty_like(S)
+        torch.mul(_slices(S, whole), whole[now, :, None], out=_slices(after, whole))
+        S = after.baddbmm_(_outer(c[now], k[now]).mT, U[now])
+    o = _to_tokens(p, table, o).view(p.B, p.T, p.HV, p.V).to(p.dtype)
+    ht = _as_given(p, table, torch.cat([S, *reversed(ended)])) if p.output_final else None
+    return o, ht, saved if keep else []
 
 
 def saved_like(p, q, cu_seqlens) -> list[Tensor]:
-    """What `forward` keeps, of every chunk: its first state, W, U and A."""
-    bound = chunk_bound(p.B * p.T, p.N, C)
-    shapes = (p.E * p.K, p.V), (C, p.V), (C, p.V), (C, C)
-    return [q.new_empty((bound, p.HV, *shape), dtype=_exact(p.dtype)) for shape in shapes]
+    """What `forward` keeps of every chunk: the state after it, U, P and, with the delta rule, W and A."""
+    return _buffers(p, chunk_bound(p.B * p.T, p.N, C) * p.HV, q)
 
 
 def backward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht):
-    """The closed form: masks are computed again, states are read."""
-    table = chunk_table(document_lengths(p.B, p.T, cu_seqlens), C, q.device)
+    """The gradient in closed form, chunk before chunk; masks are computed again, states were kept.
+
+    With dS'_e the gradient of the states after a chunk:
+
+        dU = P^T dO + sum_e diag(c_e) K dS'_e      dX = A^T dU      dV = dW = diag(beta) dX
+        dS_e = exp(gc_e[C]) dS'_e + Q^T diag(b_e) dO - K^T diag(a_e) dW
+
+    and every other gradient follows from dO S_e^T, dW S_e^T, U dS'_e^T and, within the chunk, dO U^T and dX U^T.
+    """
     given = q, k, v, q2, k2, g, beta
-    q, k, v, q2, k2, g, beta = _chunks(p, q, k, v, q2, k2, g, beta, table)
-    do = to_chunks(do.to(v.dtype).flatten(0, 1), table, C)
-    chunks = v.shape[0]
-    S, W, U, A = (x[:chunks] for x in saved)
+    table = chunk_table(document_lengths(p.B, p.T, cu_seqlens), C, q.device)
+    q, k, v, q2, k2, g, beta, do = _to_chunks(p, table, *_all_present(p, *given), do)
+    g = _base_2(g)
     into, out, whole = _decays(g)
-    _, P, QK, KK, R, R1, G = _masks(p, q, k, q2, k2, g, beta)
-    a, b, c = _outer(k2 * into, k), _outer(q2 * into, q), _outer(k2 * out, k)
+    a, b, c = k2 * into, p.scale * q2 * into, k2 * out
+    states, U, P, W, A = _named(p, saved, v)
 
-    shape = p.N, p.HV, p.E * p.K, p.V
-    dS = v.new_zeros(shape) if dht is None else dht.view(shape)[table.order]
-    dSn = torch.empty_like(S)  # gradient of the state after each chunk
-    dU = P.mT @ do
-    dX, dW = torch.empty_like(U), torch.empty_like(U)
-    at = chunks
-    for n in reversed(table.steps):
-        now = slice(at - n, at)
-        dSn[now] = dS[:n]
-        du = dU[now] + c[now] @ dS[:n]
-        dX[now] = A[now].mT @ du if p.delta_rule else du
-        dW[now] = beta[now] * dX[now]
-        new = _scale(dS[:n], whole[now], p) + p.scale * (b[now].mT @ do[now])
+    S0, dS = _longest_first(p, table, h0, q), _longest_first(p, table, dht, q)
+    dU = torch.bmm(P.mT, do)
+    dq, dk, dX, dW = (torch.empty_like(x) for x in (q, k, U, U))
+    dq2, read, write = (torch.zeros_like(k2, memory_format=torch.contiguous_format) for _ in range(3))
+    kept = torch.empty_like(whole)  # [M, 1 or E] <S_e, dS'_e> exp(gc_e[C])
+    for n, now, before in reversed(list(_steps(table, p.HV))):
+        S, dSn = S0[:n] if before is None else states[before], dS[:n]
+        write_k = _outer(c[now], k[now])
+        dk[now], write[now] = _split(torch.bmm(U[now], dSn.mT), c[now], k[now])
+        dq[now], dq2[now] = _split(torch.bmm(do[now], S.mT), b[now], q[now])
+        dU[now].baddbmm_(write_k, dSn)
         if p.delta_rule:
-            new = new - a[now].mT @ dW[now]
-        dS = torch.cat([new, dS[n:]])
-        at -= n
+            torch.bmm(A[now].mT, dU[now], out=dX[now])
+            torch.mul(beta[now], dX[now], out=dW[now])
+            dk_read, read[now] = _split(torch.bmm(dW[now], S.mT), a[now], k[now])
+            dk[now] -= dk_read
+        kept[now] = whole[now] * _slices(S * dSn, whole).sum(-1)
+        _slices(dSn, whole).mul_(whole[now, :, None])
+        dSn.baddbmm_(_outer(b[now], q[now]).mT, do[now])
+        if p.delta_rule:
+            dSn.baddbmm_(_outer(a[now], k[now]).mT, dW[now], alpha=-1)
+    if not p.delta_rule:
+        dX = dU
+        torch.mul(beta, dX, out=dW)
 
-    split = lambda x: x.unflatten(-1, (p.E, p.K))  # noqa: E731
-    UdS = split(U @ dSn.mT)  # [NC, HV, C, E, K]
-    dOS = split(do @ S.mT) * p.scale
-    dP = p.scale * (do @ U.mT).tril()
-    dQK, Z1 = dP * R1, dP * QK
-    dbeta = (dX * W).sum(-1)
-    dq = (b_ := (q2 * into))[..., None, :] @ dOS
-    dq = dq.squeeze(-2) + dQK @ k
-    dk = ((k2 * out)[..., None, :] @ UdS).squeeze(-2) + dQK.mT @ q
-    wUdS = (UdS @ k[..., None]).squeeze(-1)
-    dq2 = into * (dOS @ q[..., None]).squeeze(-1) + torch.einsum("...rs,...rse,...se->...re", Z1, G, k2)
-    write = out * wUdS + torch.einsum("...rs,...rse,...re->...se", Z1, G, q2)
-    read = torch.zeros_like(dq2)
+    dq2 *= p.scale * into
+    read *= -into
+    write *= out
+    dk2, dbeta = read + write, (dX * W).sum(-1, keepdim=True)
+    # dg[t] sums over the pairs of a writing token before t and a reading token at or after t
+    dgc, before = q2 * dq2 + k2 * read, k2 * write
+    spans = _spans(g)
+    for part in _slabs(len(q)):
+        x = (y[part] for y in (q, k, q2, k2, g, beta, do, U, dX))
+        within = _within(p, *x, spans)
+        for total, y in zip((dq, dk, dq2, dk2, dbeta, dgc), within, strict=True):
+            total[part] += y
+    dg = dgc.flip(1).cumsum(1).flip(1) + before.cumsum(1) - before
+    if whole.shape[-1] == 1:
+        dg = dg.sum(-1, keepdim=True)
+    dg += kept[:, None]
+    gradients = [
+        None if x is None else _to_tokens(p, table, dx, x.shape[2]).view(x.shape).to(x.dtype)
+        for x, dx in zip(given, (dq, dk, dW, dq2, dk2, dg, dbeta), strict=True)
+    ]
+    return *gradients, None if h0 is None else _as_given(p, table, dS)
+
+
+def _within(p, q, k, q2, k2, g, beta, do, U, dX, spans):
+    """Gradients that pass through P and A: of q, k, q2, k2, beta, and of gc through pairs of different tokens."""
+    G = _decay_between(g, spans)
+    dP, QK = p.scale * (do @ U.mT), q @ k.mT
+    dQK = dP * _mix(q2, k2, G)
+    dq, dk = dQK @ k, dQK.mT @ q
+    Z1 = dP * QK
+    own = Z1.diagonal(dim1=1, dim2=2)[..., None]  # a token reading what it wrote itself: nothing decays in between
+    Z1 = Z1.tril(-1)
     if p.delta_rule:
-        dWS = split(dW @ S.mT)
+        KK, R = k @ k.mT, _mix(k2, k2, G)
         dL = -(dX @ U.mT).tril(-1)
-        dbeta = dbeta + (dL * KK * R).sum(-1)
-        Gk = beta * dL * R
-        Z = beta * dL * KK
-        dk = dk - ((k2 * into)[..., None, :] @ dWS).squeeze(-2) + (Gk + Gk.mT) @ k
-        read = -into * (dWS @ k[..., None]).squeeze(-1) + torch.einsum("...rs,...rse,...se->...re", Z, G, k2)
-        write = write + torch.einsum("...rs,...rse,...re->...se", Z, G, k2)
+        dbeta = (dL * KK * R).sum(-1, keepdim=True)
+        dL = beta * dL
+        dKK, Z = dL * R, dL * KK
+        dk += (dKK + dKK.mT) @ k
+    else:
+        dbeta, Z = 0.0, torch.zeros_like(Z1)
+    if G.shape[1] == 1:
+        Y, Y1 = Z * G[:, 0], Z1 * G[:, 0]
+        dq2, read, write = Y1 @ k2, Y @ k2, Y.mT @ k2 + Y1.mT @ q2
+    else:
+        F = G * k2.mT[:, :, None]  # [M, E, C, C]
+        dq2, read = (F * Z1[:, None]).sum(-1).mT, (F * Z[:, None]).sum(-1).mT
+        write = (G * (Z1[:, None] * q2.mT[..., None] + Z[:, None] * k2.mT[..., None])).sum(-2).mT
     dgc = q2 * dq2 + k2 * (read - write)
-    last = (S * dSn).view(chunks, p.HV, p.E, -1).sum(-1) * whole + (k2 * out * wUdS).sum(-2)
-    dgc[..., -1, :] += last
-    dg = dgc.flip(-2).cumsum(-2).flip(-2)
-    grads = _from_chunks(p, given, (dq, dk, dW, dq2, read + write, dg, dbeta[..., None]), table)
-    dh0 = None
-    if h0 is not None:
-        dh0 = torch.empty_like(h0)
-        dh0[table.order] = dS.view(h0.shape)
-    return *grads, dh0
+    return dq, dk, dq2 + own * k2, read + write + own * q2, dbeta, dgc
 
 
-def _chunks(p, q, k, v, q2, k2, g, beta, table):
-    given = _all_present(p, q, k, v, q2, k2, g, beta, _exact(p.dtype))
-    given = (*given[:6], given[6][..., None])
-    return [to_chunks(x.flatten(0, 1), table, C) for x in given]
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states, gates and arithmetic."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _from_chunks(p, given, grads, table):
-    out = []
-    for i, (x, dx) in enumerate(zip(given, grads, strict=True)):
-        if x is None:
-            out.append(None)
-            continue
-        dx = from_chunks(dx, table)
-        if i in (0, 1, 3, 4) and p.H != p.HV:
-            dx = dx.unflatten(1, (p.H, -1)).sum(2)
-        if i == 5 and p.gate == "head":
-            dx = dx.sum(-1)
-        out.append(dx.reshape(x.shape).to(x.dtype))
-    return out
+def _all_present(p, q, k, v, q2, k2, g, beta) -> list[Tensor]:
+    """What is absent spelt out: q2 = k2 = 1, g = 0, beta = 1; decays and write strengths with a last dimension."""
+    one = torch.ones((), dtype=_exact(p.dtype), device=q.device)
+    if q2 is None:
+        q2 = k2 = one.expand(*q.shape[:3], 1)
+    if g is None:
+        g = (one * 0).expand(*v.shape[:3], 1)
+    beta = one.expand(v.shape[:3]) if beta is None else beta
+    return [q, k, v, q2, k2, g if g.ndim == 4 else g[..., None], beta[..., None]]
 
 
-def _decays(g):
-    into = g.cumsum(-2)
-    out = torch.cat([g[..., 1:, :].flip(-2).cumsum(-2).flip(-2), torch.zeros_like(g[..., :1, :])], -2)
-    return into.exp(), out.exp(), into[..., -1, :].exp()
+def _to_chunks(p, table: ChunkTable, *tensors: Tensor) -> list[Tensor]:
+    """Public layout to rows of one chunk and value head: [B, T, heads, D] -> [M, C, D]."""
+    return [to_chunks(x.flatten(0, 1), table, p.HV).flatten(0, 1).to(_exact(p.dtype)) for x in tensors]
 
 
-def _masks(p, q, k, q2, k2, g, beta):
-    gc = g.cumsum(-2)
-    mask = torch.ones(C, C, dtype=torch.bool, device=g.device).tril()[..., None]
-    G = (gc[..., :, None, :] - gc[..., None, :, :]).masked_fill(~mask, -torch.inf).exp()
-    R = torch.einsum("...re,...se,...rse->...rs", k2, k2, G)
-    R1 = torch.einsum("...re,...se,...rse->...rs", q2, k2, G)
-    KK, QK = k @ k.mT, q @ k.mT
-    I = torch.eye(C, dtype=k.dtype, device=k.device)
-    A = None
-    A = I.expand_as(KK)
-    if p.delta_rule:
-        A = torch.linalg.solve_triangular(I + (beta * KK * R).tril(-1), I, upper=False, unitriangular=True)
-    return A, p.scale * QK * R1, QK, KK, R, R1, G
+def _to_tokens(p, table: ChunkTable, x: Tensor, heads: int | None = None) -> Tensor:
+    """[M, C, D] -> [B * T, heads, D], summed over the value heads of a key head."""
+    x = from_chunks(x.unflatten(0, (-1, p.HV)), table)
+    return x if heads in (None, p.HV) else x.unflatten(1, (heads, -1)).sum(2)
 
 
-def _outer(x, y):
-    return (x[..., None] * y[..., None, :]).flatten(-2)
+def _longest_first(p, table: ChunkTable, h: Tensor | None, like: Tensor) -> Tensor:
+    """States [N, HV, E, K, V] (None: zeros) to [N * HV, E * K, V] in the order of the chunk table; a copy."""
+    shape = p.N * p.HV, p.E * p.K, p.V
+    return like.new_zeros(shape) if h is None else h.index_select(0, table.order).view(shape)
 
 
-def _scale(S, whole, p):
-    return (S.view(*S.shape[:2], p.E, -1) * whole[..., None]).view(S.shape)
+def _as_given(p, table: ChunkTable, S: Tensor) -> Tensor:
+    """The inverse of `_longest_first`."""
+    return S.view(p.N, p.HV, p.E, p.K, p.V).index_select(0, table.order.argsort())
+
+
+def _buffers(p, rows: int, like: Tensor, states: bool = True) -> list[Tensor]:
+    """Uninitialised states, U, P and, with the delta rule, W and A, of `rows` chunks times value heads."""
+    shapes = [(p.E * p.K, p.V), (C, p.V), (C, C), (C, p.V), (C, C)][: 5 if p.delta_rule else 3]
+    sizes = [rows if states else 0] + [rows] * (len(shapes) - 1)
+    return [like.new_empty((n, *x), dtype=_exact(p.dtype)) for n, x in zip(sizes, shapes, strict=True)]
+
+
+def _named(p, buffers: list[Tensor], v: Tensor) -> tuple[Tensor, ...]:
+    """states, U, P, W, A of the chunks that exist; W and A of sGLA are v and no matrix at all."""
+    rows = [x[: len(v)] for x in buffers]
+    return tuple(rows) if p.delta_rule else (*rows, v, None)
+
+
+def _steps(table: ChunkTable, HV: int):
+    """Per step of the recurrence: rows that take it, their slice, and the slice of the same rows one step before."""
+    at = before = 0
+    for n in table.steps:
+        yield n * HV, slice(at * HV, (at + n) * HV), slice(before * HV, (before + n) * HV) if at else None
+        before, at = at, at + n
+
+
+def _slabs(rows: int):
+    return [slice(i, i + SLAB) for i in range(0, rows, SLAB)]
+
+
+def _base_2(g: Tensor) -> Tensor:
+    """Natural to binary log decays: on a CPU exp2 costs a fifth of exp, a hundredth where the result underflows."""
+    return (g * math.log2(math.e)).clamp_(min=NEVER)
+
+
+def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From the chunk's start through each token, from after each token through the end [M, C, E], and whole [M, E]."""
+    after = torch.cat([g[:, 1:].flip(1).cumsum(1).flip(1), torch.zeros_like(g[:, :1])], 1)
+    into = g.cumsum(1).exp2()
+    return into, after.exp2(), into[:, -1]
+
+
+def _spans(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Constants of `_decay_between`: which tokens t decay what s wrote before r reads it, s < t <= r; -inf for s > r."""
+    t, r, s = (torch.arange(C, device=g.device).view(shape) for shape in ((C, 1, 1), (1, C, 1), (1, 1, C)))
+    never = torch.zeros(1, C, C, dtype=g.dtype, device=g.device).masked_fill_(s > r, -torch.inf)
+    return ((s < t) & (t <= r)).to(g.dtype).flatten(1), never.flatten()
+
+
+def _decay_between(g: Tensor, spans: tuple[Tensor, Tensor]) -> Tensor:
+    """G [M, E, C, C]: 2 ** (sum of g over s < t <= r), 0 for s > r. Summed per pair: differences of sums would cancel."""
+    M, _, E = g.shape
+    return torch.addmm(spans[1], g.mT.reshape(M * E, C), spans[0]).exp2_().view(M, E, C, C)
+
+
+def _mix(x: Tensor, y: Tensor, G: Tensor) -> Tensor:
+    """sum_e x[r, e] y[s, e] G[e, r, s]: [M, C, E], [M, C, E], [M, E or 1, C, C] -> [M, C, C]."""
+    if G.shape[1] == 1:
+        return (x @ y.mT) * G[:, 0]
+    return (x.mT[..., None] * (y.mT[:, :, None] * G)).sum(1)
+
+
+def _outer(x: Tensor, y: Tensor) -> Tensor:
+    """Joint vectors [M, C, E] (x) [M, C, K] -> [M, C, E * K]."""
+    return (x[..., None] * y[:, :, None]).flatten(2)
+
+
+def _split(x: Tensor, weight: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+    """Contract joint vectors [M, C, E * K] with weights over E and with vectors over K: [M, C, K] and [M, C, E]."""
+    x = x.unflatten(-1, (weight.shape[-1], -1))
+    return (x * weight[..., None]).sum(2), (x * vector[:, :, None]).sum(3)
+
+
+def _slices(S: Tensor, whole: Tensor) -> Tensor:
+    """States [M, E * K, V] seen as one row per decay, [M, 1 or E, ...]."""
+    return S.view(len(S), whole.shape[-1], -1)
