@@ -1,0 +1,24 @@
+"""Pretrain, extend or resume: accelerate launch scripts/pretrain.py --config configs/train/demo.yaml [a.b=value ...]
+
+Exit code 0: finished, or stopped by SIGTERM or Ctrl-C after saving (RUN/final exists only once a run has finished; the
+same command resumes). 1: settings, data or folders that cannot be used, or training that had to stop; the last line
+says why.
+"""
+
+import argparse
+import sys
+
+from transformers.utils.logging import disable_progress_bar
+
+from triadic.training import NonFiniteError, load_config, train
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="a file of configs/train")
+    parser.add_argument("settings", nargs="*", metavar="a.b=value", help="settings to change")
+    args = parser.parse_intermixed_args()
+    disable_progress_bar()  # transformers' own, one a checkpoint
+    try:
+        train(load_config(args.config, args.settings))
+    except (ValueError, NonFiniteError) as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,230 @@
+"""What a run is made of, from its settings. A misfit is a ValueError, raised before anything is written."""
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from triadic.data import Windows, check_tokenizer, collate, open_store, step_indices, tokenizer_hash
+from triadic.training import checkpoint, optim, parallel, run_folder
+from triadic.training.config import TrainConfig
+
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass
+class Run:
+    """Everything that one rank holds during training."""
+
+    config: TrainConfig
+    accelerator: Accelerator
+    tokenizer: PreTrainedTokenizerBase
+    windows: Windows
+    validation: Windows
+    model: nn.Module  # as accelerate prepared it
+    optimizer: torch.optim.Optimizer
+    accumulation: int  # micro-batches of one step
+    progress: checkpoint.Progress
+    claim: run_folder.Claim
+    notes: list[str]  # what to say before the first step
+
+    @property
+    def bare(self) -> PreTrainedModel:
+        """The model without accelerate's wrappers."""
+        return self.accelerator.unwrap_model(self.model)
+
+    @property
+    def folder(self) -> Path:
+        return self.claim.folder
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+
+def assemble(config: TrainConfig) -> Run:
+    """Everything that the loop needs, at the step where the run stands; takes possession of the run's folder.
+
+    Raises ValueError if the launch, the settings, the model, the data or the folder do not fit each other.
+    """
+    accelerator = parallel.start(config)
+    accumulation = config.accumulation(accelerator.num_processes)
+    model_config = load_model_config(config)
+    tokenizer = load_tokenizer(config, model_config)
+    windows, validation = open_windows(config, tokenizer, model_config)
+
+    ours = run_folder.identity(config, model_config, tokenizer_hash(tokenizer), windows.store.fingerprint)
+    claim = run_folder.Claim(Path(config.run.output_dir))
+    run_folder.check(claim.folder, ours)
+    found, damaged = parallel.on_main(accelerator, checkpoint.find, claim.folder / "checkpoints")
+    model = build_model(config, model_config, fresh=found is None)
+    optimizer = optim.build_optimizer(model, config.optimizer)
+
+    parallel.on_main(accelerator, claim.take, config, ours)
+    parallel.on_main(accelerator, checkpoint.tidy, claim.folder / "checkpoints", damaged)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    progress = checkpoint.restore(found, accelerator, model, optimizer) if found else checkpoint.Progress()
+    notes = [f"checkpoint {path} is damaged ({wrong}) and set aside" for path, wrong in damaged.items()]
+    notes += opening(config, accelerator, accumulation, windows, model_config, found)
+    return Run(
+        config, accelerator, tokenizer, windows, validation, model, optimizer, accumulation, progress, claim, notes
+    )
+
+
+def load_model_config(config: TrainConfig) -> PreTrainedConfig:
+    """The architecture: a Hugging Face JSON, with the RoPE base and the context length of this run."""
+    source, rope_theta = config.model.config, config.model.rope_theta
+    if not Path(source).exists():
+        raise ValueError(f"model.config {source} does not exist; name a file of configs/model/ or a model folder")
+    model_config = AutoConfig.from_pretrained(source)
+    if rope_theta is not None:
+        if not model_config.rope_parameters or "full_attention" not in model_config.layer_types:
+            raise ValueError(f"model.rope_theta is set but {source} has no layer with rotary positions; remove it")
+        model_config.rope_parameters = {**model_config.rope_parameters, "rope_theta": rope_theta}
+    model_config.max_position_embeddings = max(model_config.max_position_embeddings, config.data.seq_len)
+    return model_config
+
+
+def load_tokenizer(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of model.tokenizer, by default the one that prepare_data.py left beside the token store.
+
+    Its special tokens become the model's.
+    """
+    folder = Path(config.model.tokenizer or Path(config.data.train).parent / "tokenizer")
+    if not folder.is_dir():
+        raise ValueError(f"there is no tokenizer folder {folder}; set model.tokenizer or run scripts/prepare_data.py")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if len(tokenizer) > model_config.vocab_size:
+        raise ValueError(
+            f"the tokenizer {folder} has {len(tokenizer)} entries but {config.model.config} has vocab_size "
+            f"{model_config.vocab_size}; raise vocab_size or take the model's own tokenizer"
+        )
+    for name in SPECIAL_TOKENS:
+        setattr(model_config, name, getattr(tokenizer, name))
+    return tokenizer
+
+
+def open_windows(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig
+) -> tuple[Windows, Windows]:
+    """Training and validation windows; refuses stores of another tokenizer or with ids beyond the model's."""
+    both = []
+    for key, path, seed in (("train", config.data.train, config.run.seed), ("validation", config.data.validation, 0)):
+        store = open_store(path)
+        check_tokenizer(store, tokenizer)
+        if store.vocab_size > model_config.vocab_size:
+            raise ValueError(
+                f"data.{key} {path} holds token ids up to {store.vocab_size - 1} but {config.model.config} has "
+                f"vocab_size {model_config.vocab_size}; raise vocab_size or prepare the data again"
+            )
+        both.append(Windows(store, config.data.seq_len, seed, config.data.mask_boundary_targets))
+    return tuple(both)
+
+
+def build_model(config: TrainConfig, model_config: PreTrainedConfig, fresh: bool) -> PreTrainedModel:
+    """The model in float32 on the CPU; a `fresh` run starts from model.init_from if that is set, else from the seed."""
+    options = config.model
+    torch.manual_seed(config.run.seed)
+    chosen = {"attn_implementation": options.attn_implementation} if options.attn_implementation else {}
+    if fresh and options.init_from:
+        model = _from_weights(options.init_from, model_config, chosen)
+    else:
+        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, **chosen)
+    for name in SPECIAL_TOKENS:
+        setattr(model.generation_config, name, getattr(model_config, name))
+    if options.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if options.torch_compile:
+        model.compile()
+    return model.train()
+
+
+def _from_weights(source: str, model_config: PreTrainedConfig, chosen: dict) -> PreTrainedModel:
+    """Weights only, safetensors only, and all of them."""
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, config=model_config, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **chosen
+        )
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"model.init_from {source} cannot be loaded: {' '.join(str(error).split())}") from error
+    misfits = {
+        kind: sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if report[kind]
+    }
+    if misfits:
+        raise ValueError(f"model.init_from {source} does not fit model.config: {misfits}")
+    return model
+
+
+class StepBatches:
+    """The micro-batches of one rank from the step where it stands to the last, as lists of window positions."""
+
+    def __init__(self, run: Run):
+        self.steps = range(run.progress.step, run.config.run.steps)
+        self.windows_per_step, self.micro_batch = run.config.windows_per_step, run.config.batch.micro_batch_windows
+        self.rank, self.ranks = run.accelerator.process_index, run.accelerator.num_processes
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in self.steps:
+            yield from step_indices(step, self.windows_per_step, self.rank, self.ranks, self.micro_batch)
+
+
+def micro_batches(run: Run) -> Iterator[dict]:
+    """This rank's packed micro-batches in order, read ahead by worker processes if data.num_workers > 0.
+
+    Raises ValueError for data that cannot be trained on and RuntimeError if a worker dies.
+    """
+    workers = run.config.data.num_workers
+    loader = DataLoader(
+        run.windows,
+        batch_sampler=StepBatches(run),
+        collate_fn=collate,
+        num_workers=workers,
+        prefetch_factor=run.config.data.prefetch_batches if workers else None,
+        worker_init_fn=_outlive_first_signal,
+        pin_memory=run.accelerator.device.type == "cuda",
+        generator=torch.Generator(),  # the loader draws worker seeds from it, not from the model's generator
+    )
+    try:
+        yield from loader
+    except ValueError as error:  # from a worker it comes with the worker's traceback around it
+        raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from error
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise RuntimeError(
+            "a data worker died, most likely killed for memory; lower data.num_workers or data.prefetch_batches; "
+            "checkpoints are untouched and the same command resumes from the newest"
+        ) from error
+
+
+def _outlive_first_signal(_worker: int) -> None:
+    """A worker ignores the first SIGTERM, and Ctrl-C: they reach the whole process group, and the trainer needs its
+    batches until it has saved."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
+def opening(config, accelerator, accumulation, windows, model_config, found) -> list[str]:
+    """What a run says before its first step."""
+    epochs = config.run.steps * config.windows_per_step / len(windows)
+    notes = [
+        f"{config.model.config}, {config.run.precision}, {accelerator.num_processes} x {accelerator.device.type}: "
+        f"{config.run.steps} steps of {config.windows_per_step} windows x {config.data.seq_len} tokens = "
+        f"{accelerator.num_processes} processes x {accumulation} micro-batches x {config.batch.micro_batch_windows}",
+        f"{config.run.steps * config.batch.global_batch_tokens:,} tokens are {epochs:.2f} epochs of {config.data.train}"
+        + (", each epoch in an order of its own" if epochs > 1 else ""),
+    ]
+    return [*notes, f"resuming from {found}"] if found else notes

@@ -1,0 +1,124 @@
+"""Processes: what the launcher started against what the run asked for, reductions between ranks, signals to stop."""
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    broadcast_object_list,
+)
+
+from triadic.training.config import TrainConfig
+
+ENGINES = {DistributedType.NO: "single", DistributedType.MULTI_GPU: "ddp", DistributedType.MULTI_CPU: "ddp"}
+
+
+def start(config: TrainConfig) -> Accelerator:
+    """The Accelerator of this process, after checking that the launcher started what it was meant to.
+
+    Precision, accumulation and compilation come from the run's settings, never from the launcher's environment.
+    Raises ValueError for a launch that would silently train something else.
+    """
+    accelerator = Accelerator(
+        mixed_precision="bf16" if config.run.precision == "bf16" else "no",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # the loop accumulates by itself
+        dynamo_backend="no",
+        log_with=list(config.run.trackers) or None,
+        project_config=ProjectConfiguration(logging_dir=f"{config.run.output_dir}/tensorboard"),
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+        step_scheduler_with_optimizer=False,
+    )
+    engine = ENGINES.get(accelerator.distributed_type, accelerator.distributed_type.value)
+    check_launch(os.environ, accelerator.num_processes, engine, config.parallel.processes, config.parallel.engine)
+    return accelerator
+
+
+def check_launch(
+    environment: Mapping[str, str], world_size: int, engine: str, processes: int | None, asked: str | None
+) -> None:
+    """Raise ValueError if `world_size` processes under `engine` are not what launcher and settings announced."""
+    announced = environment.get("WORLD_SIZE")
+    if announced is not None and int(announced) != world_size:
+        raise ValueError(
+            f"the launcher started {announced} processes but this one stands alone, so each would train by itself; "
+            "on a CPU put ACCELERATE_USE_CPU=true before `accelerate launch --multi_gpu`"
+        )
+    if announced is None and "MASTER_ADDR" in environment and world_size == 1:
+        raise ValueError(
+            "the launcher was asked for several processes and started one (accelerate does so with --cpu); "
+            "on a CPU use ACCELERATE_USE_CPU=true accelerate launch --multi_gpu, or unset MASTER_ADDR for one process"
+        )
+    if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" and engine != "DEEPSPEED":
+        raise ValueError(
+            f"the launcher was asked for DeepSpeed and this process runs the engine {engine!r}; "
+            "remove ACCELERATE_USE_CPU, which turns DeepSpeed off in silence"
+        )
+    if engine not in ENGINES.values():
+        raise ValueError(
+            f"the engine {engine} is not supported, only {' and '.join(sorted(set(ENGINES.values())))}; "
+            "launch with a file of configs/accelerate/"
+        )
+    for name, found, wanted in (("processes", world_size, processes), ("engine", engine, asked)):
+        if wanted is not None and found != wanted:
+            raise ValueError(f"parallel.{name} asks for {wanted} but the launcher started {found}; change either")
+
+
+def synchronised(accelerator: Accelerator, model: torch.nn.Module, last: bool) -> AbstractContextManager:
+    """Around one micro-batch: ranks exchange gradients in the last one of a step only."""
+    return nullcontext() if last else accelerator.no_sync(model)
+
+
+def total(accelerator: Accelerator, *values: torch.Tensor | float) -> torch.Tensor:
+    """Sums over all ranks, [len(values)] float64 on the device; no rank looks at them here."""
+    device = accelerator.device
+    sums = torch.stack([torch.as_tensor(value, device=device).to(torch.float64) for value in values])
+    if accelerator.num_processes > 1:
+        torch.distributed.all_reduce(sums)
+    return sums
+
+
+def on_main(accelerator: Accelerator, function: Callable[..., Any], *arguments) -> Any:
+    """Call `function` on rank 0 and hand its result, or its ValueError or RuntimeError, to every rank."""
+    outcome: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            outcome = [function(*arguments), None]
+        except (ValueError, RuntimeError) as error:
+            if accelerator.num_processes == 1:
+                raise
+            outcome = [None, error]
+    broadcast_object_list(outcome)
+    result, error = outcome
+    if error is not None:
+        raise error
+    return result
+
+
+class StopSignals:
+    """While entered, SIGTERM and SIGINT ask for a stop at the next step; a second one ends the process at once."""
+
+    def __init__(self):
+        self.received: signal.Signals | None = None
+
+    def __enter__(self) -> "StopSignals":
+        self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._restore()
+
+    def _note(self, number: int, _frame) -> None:
+        self.received = signal.Signals(number)
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
