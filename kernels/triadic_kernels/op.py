@@ -296,7 +296,8 @@ def _keep_for_backward(ctx, inputs, output):
 
 
 def _backward(ctx, gradients):
-    tensors, saved = ctx.saved_tensors[:9], list(ctx.saved_tensors[9:])
+    kept = ctx.saved_tensors  # read once: non-reentrant activation checkpointing unpacks a tensor only once
+    tensors, saved = kept[:9], list(kept[9:])
     do = torch.zeros_like(tensors[2]) if gradients[0] is None else gradients[0].contiguous()
     dht = gradients[1].contiguous() if ctx.options[2] and gradients[1] is not None else None
     given = iter(_op("chunk_backward")(*tensors, saved, do, dht, *ctx.options))
