@@ -3,12 +3,11 @@
 import torch
 
 from .mixers import MIXERS
+from .modeling_triadic import TriadicForCausalLM
 
 
 def count_parameters(config):
     """(all parameters, those that multiply every token: all but the input embedding, tied or not)."""
-    from .modeling_triadic import TriadicForCausalLM
-
     with torch.device("meta"):
         model = TriadicForCausalLM(config)
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -19,8 +18,8 @@ def count_parameters(config):
 def flops_per_token(config, seq_len):
     """Training FLOPs per token (multiply-adds count 2, forward + backward = 3 x forward) at a window of `seq_len`.
 
-    6 x parameters that multiply a token + 3 x the mixers' own work: products with the recurrent state (MATH: 3 of
-    2 E K V per head with the delta rule, else 2), or the causal half of the softmax products.
+    6 x parameters that multiply a token + 3 x the mixers' own work: the products with the recurrent state, or the
+    causal half of the softmax products (see `forward_flops` of each mixer).
     """
     mixing = sum(MIXERS[layer_type].forward_flops(config, seq_len) for layer_type in config.layer_types)
     return float(6 * count_parameters(config)[1] + 3 * mixing)

@@ -3,7 +3,7 @@
 Which back end a packed row takes follows `attn_implementation` alone:
     flash_attention_*   its own variable-length kernel
     flex_attention      a block mask built from the document bounds (tiles of 128, never elements)
-    sdpa                torch's varlen_attn on a GPU in half precision; else one scaled_dot_product_attention per document
+    sdpa                torch's varlen_attn on a GPU in half precision; else one call per document
     any other           one call per document
 """
 

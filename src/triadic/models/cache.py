@@ -65,13 +65,17 @@ def adopt(cache, config):
     """Give every linear-attention layer of `cache` a RecurrentLayer (in place) and return the cache.
 
     Args:
-        cache: a transformers `Cache`, made with or without the model's config; an empty one may lack layers.
+        cache: a transformers `DynamicCache`, made with or without the model's config; an empty one may lack layers.
+            A model of softmax layers alone takes any `Cache`.
 
     Raises:
-        ValueError: a layer of `cache` already holds something else.
+        ValueError: another kind of cache, or one whose layer already holds something else.
     """
     if not isinstance(cache, Cache):
         raise ValueError(f"the cache is a {type(cache).__name__} but must be a transformers Cache.")
+    if "linear_attention" in config.layer_types and (not isinstance(cache, DynamicCache) or cache.offloading):
+        kind = "an offloaded cache" if cache.offloading else f"a {type(cache).__name__}"
+        raise ValueError(f"{kind} cannot hold recurrent states: use a DynamicCache without offloading.")
     for index, layer_type in enumerate(config.layer_types):
         if index == len(cache.layers):
             cache.layers.append(RecurrentLayer() if layer_type == "linear_attention" else DynamicLayer())

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
@@ -93,12 +94,12 @@ class TriadicConfig(PreTrainedConfig):
 
     model_type = "triadic"
     keys_to_ignore_at_inference = ("cache", "past_key_values")
-    base_model_tp_plan = {
+    base_model_tp_plan: ClassVar[dict[str, Any]] = {
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
     }
-    base_model_pp_plan = {
+    base_model_pp_plan: ClassVar[dict[str, Any]] = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
         "norm": (["hidden_states"], ["hidden_states"]),

@@ -86,6 +86,13 @@ class LanguageModelHead(nn.Linear):
                 return _LinearCrossEntropy.apply(hidden, self.weight, labels, dtype)
             return self._token_losses(hidden.to(dtype), labels).view(hidden_states.shape[:-1])
 
+    @classmethod
+    def like(cls, linear):
+        """A head that shares the weight of `linear` (transformers replaces the head when the vocabulary grows)."""
+        head = cls(linear.in_features, linear.out_features, bias=False, device="meta")
+        head.weight = linear.weight
+        return head
+
     @torch.no_grad()
     def _token_losses(self, hidden, labels):
         weight, size = self.weight.to(hidden.dtype), tokens_per_chunk(self.weight)

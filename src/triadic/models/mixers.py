@@ -140,7 +140,7 @@ class TriadicLinearAttention(nn.Module):
 
     @staticmethod
     def forward_flops(config, context_length):
-        """Products with the state: K S (delta rule only), Q S and K^T U, 2 E K V each (work inside chunks is not counted)."""
+        """Products with the state: K S (delta rule only), Q S and K^T U, 2 E K V each; work inside chunks is extra."""
         products = 3 if config.linear_mixer == "gdn" else 2
         return products * 2 * TriadicLinearAttention.state_entries(config, context_length)
 

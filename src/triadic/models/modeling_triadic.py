@@ -1,4 +1,6 @@
-"""One pre-norm decoder for every mixer: TriadicModel (hidden states) and TriadicForCausalLM (logits, loss, generation)."""
+"""One pre-norm decoder for every mixer: TriadicModel (hidden states), TriadicForCausalLM (logits, loss, generation)."""
+
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -12,7 +14,8 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .cache import CACHE_NAME, adopt, new_cache, one_cache
 from .configuration_triadic import TriadicConfig
-from .layers import ShortConvolution, TriadicMLP, TriadicRMSNorm, document_positions, find_layout
+from .layers import ShortConvolution, TriadicMLP, TriadicRMSNorm
+from .layout import document_positions, find_layout
 from .losses import IGNORE_INDEX, LanguageModelHead, shift
 from .mixers import MIXERS, TriadicAttention, TriadicLinearAttention, position_embeddings
 
@@ -37,9 +40,12 @@ class TriadicPreTrainedModel(PreTrainedModel):
     config_class = TriadicConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["TriadicDecoderLayer"]  # noqa: RUF012 - transformers' own class attributes
-    _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # noqa: RUF012
-    _can_record_outputs = {"hidden_states": TriadicDecoderLayer, "attentions": TriadicAttention}  # noqa: RUF012
+    _no_split_modules: ClassVar[list[str]] = ["TriadicDecoderLayer"]
+    _keep_in_fp32_modules_strict: ClassVar[list[str]] = ["A_log", "dt_bias"]
+    _can_record_outputs: ClassVar[dict[str, Any]] = {
+        "hidden_states": TriadicDecoderLayer,
+        "attentions": TriadicAttention,
+    }
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -103,8 +109,11 @@ class TriadicModel(TriadicPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=x, **{CACHE_NAME: cache})
 
     def _choose_cache(self, cache, use_cache, layout):
+        replays = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         if layout.packed and (cache is not None or use_cache):
             raise ValueError("packed documents cannot fill a cache: pass one document per row, or use_cache=False.")
+        if replays and (cache is not None or use_cache):
+            raise ValueError("gradient checkpointing would write the cache twice: turn one of them off.")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not layout.packed
         return new_cache(self.config) if use_cache and cache is None else cache
@@ -123,9 +132,9 @@ class TriadicModel(TriadicPreTrainedModel):
 class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
     """The decoder with an output head over the vocabulary."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
-    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # noqa: RUF012
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan: ClassVar[dict[str, Any]] = {"lm_head": "colwise_gather_output"}
+    _pp_plan: ClassVar[dict[str, Any]] = {"lm_head": (["hidden_states"], ["logits"])}
 
     def __init__(self, config):
         super().__init__(config)
@@ -202,7 +211,7 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            **{CACHE_NAME: outputs[CACHE_NAME] if CACHE_NAME in outputs else None},
+            **{CACHE_NAME: outputs.get(CACHE_NAME)},
         )
 
     @torch.no_grad()
@@ -214,6 +223,9 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
         """
         hidden_states = self.model(input_ids, use_cache=False, **kwargs).last_hidden_state
         return self.lm_head(hidden_states, shift_labels, reduction="none")
+
+    def set_output_embeddings(self, new_embeddings):
+        self.lm_head = LanguageModelHead.like(new_embeddings)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)

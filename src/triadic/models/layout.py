@@ -1,0 +1,105 @@
+"""Where documents begin in a batch and which of its tokens are padding."""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclasses.dataclass
+class Layout:
+    """Where documents begin and which tokens are padding, found once per forward and shared by all layers.
+
+    packed: `cu_seqlens` [N + 1] int32 are the document bounds of ONE row of tokens; `max_seqlen` their longest.
+    padded: `valid` [n] are the flat positions of the real tokens of B rows, `cu_seqlens` [B + 1] the bounds of the
+        rows among those n tokens.
+    neither: every row is one document (or continues the one in its cache).
+    """
+
+    cu_seqlens: torch.Tensor | None = None
+    max_seqlen: int | None = None
+    valid: torch.Tensor | None = None
+
+    @property
+    def packed(self):
+        return self.cu_seqlens is not None and self.valid is None
+
+    def gather(self, x):
+        """[B, T, D] -> [1, n, D] without the padding (unchanged if there is none)."""
+        return x if self.valid is None else x.flatten(0, 1).index_select(0, self.valid)[None]
+
+    def scatter(self, x, like):
+        """The inverse of `gather` onto the shape of `like` [B, T, D]; padding becomes zero."""
+        if self.valid is None:
+            return x
+        flat = x.new_zeros(like.shape[0] * like.shape[1], x.shape[-1])
+        return flat.index_copy(0, self.valid, x[0]).view(*like.shape[:2], -1)
+
+
+def find_layout(batch, length, attention_mask, position_ids, cu_seqlens, max_seqlen, past_length):
+    """Read packing and padding off the arguments of a forward.
+
+    Packing is `cu_seqlens`, or `position_ids` that restart; padding is a zero in the `[B, past + T]` attention mask.
+    A mask of ones changes nothing. Reading values stalls a GPU, so `cu_seqlens` is the way to train.
+
+    Raises:
+        ValueError: packing together with padding, with more than one row (cu_seqlens) or with a filled cache.
+    """
+    padded = _find_padding(batch, length, attention_mask)
+    if cu_seqlens is not None:
+        if batch != 1:
+            raise ValueError(f"cu_seq_lens_q describes one packed row, but the batch has {batch}: flatten it to one.")
+        if padded is not None:
+            raise ValueError("cu_seq_lens_q and an attention_mask with zeros exclude each other: give one of them.")
+        _check_bounds(cu_seqlens, length)
+        return Layout(cu_seqlens.to(torch.int32), max_seqlen)
+    restarts = None
+    if position_ids is not None and length > 1 and isinstance(past_length, int) and past_length == 0:
+        positions = position_ids.expand(batch, -1)
+        if padded is None:
+            restarts = positions[:, 1:] != positions[:, :-1] + 1
+        else:
+            real = attention_mask[:, -length:].bool()
+            restarts = (positions[:, 1:] <= positions[:, :-1]) & real[:, 1:] & real[:, :-1]
+        restarts = restarts if bool(restarts.any()) else None
+    if restarts is None:
+        return padded or Layout()
+    if padded is not None:
+        raise ValueError("position_ids restart inside a padded row: give packed rows without padding.")
+    starts = F.pad(restarts, (1, 0), value=True).flatten().nonzero().flatten()
+    end = starts.new_full((1,), batch * length)
+    return Layout(torch.cat([starts, end]).to(torch.int32), max_seqlen)
+
+
+def _check_bounds(cu_seqlens, length):
+    """On the CPU; on a GPU reading the values would stall it, so there the collator is trusted."""
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if cu_seqlens[0] != 0 or cu_seqlens[-1] != length or bool((cu_seqlens.diff() < 0).any()):
+        raise ValueError(
+            f"cu_seq_lens_q must rise from 0 to the {length} tokens of the row, but it is {cu_seqlens.tolist()[:8]}."
+        )
+
+
+def _find_padding(batch, length, attention_mask):
+    if attention_mask is None or attention_mask.ndim != 2:
+        return None
+    if attention_mask.shape[1] < length:
+        raise ValueError(
+            f"attention_mask has {attention_mask.shape[1]} columns for {length} tokens: it covers the cached tokens "
+            "and the new ones."
+        )
+    real = attention_mask[:, -length:].bool().expand(batch, -1)
+    if bool(real.all()):
+        return None
+    counts = real.sum(-1, dtype=torch.int32)
+    return Layout(F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)), None, real.flatten().nonzero().flatten())
+
+
+def document_positions(layout, length, past_length, device):
+    """Positions [1, T] that count from each packed document's start, or go on after `past_length` tokens."""
+    tokens = torch.arange(length, device=device)
+    if not layout.packed:
+        return (tokens + past_length)[None]
+    bounds = layout.cu_seqlens
+    return (tokens - bounds[torch.searchsorted(bounds, tokens, right=True) - 1])[None]

@@ -1,0 +1,141 @@
+"""generate(): with a cache exactly the text that recomputing everything gives."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, set_seed
+
+NEW = 8
+
+
+@pytest.fixture
+def model(kind, make_model):
+    return make_model(kind)
+
+
+def generate(model, ids, **kwargs):
+    kwargs = {"do_sample": False, "max_new_tokens": NEW, "attention_mask": torch.ones_like(ids), **kwargs}
+    return model.generate(ids, **kwargs)
+
+
+def test_greedy(model, tokens):
+    """Three rows; the reference is an argmax loop without generate() and without a cache."""
+    ids = tokens(3, 5)
+    expected = ids
+    with torch.no_grad():
+        for _ in range(NEW):
+            step = model(expected, use_cache=False).logits[:, -1].argmax(-1)
+            expected = torch.cat([expected, step[:, None]], dim=1)
+    assert torch.equal(generate(model, ids), expected)
+    assert torch.equal(generate(model, ids, use_cache=False), expected)
+    assert len({tuple(row) for row in expected[:, 5:].tolist()}) == 3  # not one text for all
+
+
+@pytest.mark.parametrize("beams", [2, 4])
+def test_beams(model, tokens, beams):
+    ids = tokens(2, 5)
+    with_cache = generate(model, ids, num_beams=beams)
+    assert torch.equal(with_cache, generate(model, ids, num_beams=beams, use_cache=False))
+    for row in range(2):
+        assert torch.equal(with_cache[row : row + 1], generate(model, ids[row : row + 1], num_beams=beams))
+
+
+def test_beams_move_the_states(make_model, tokens):
+    """The best beams change places on the way, so that a cache that is not reordered would differ."""
+    model, ids, moves = make_model("gdn"), tokens(1, 5), []
+    layer = type(model.model.layers[0].mixer)
+    forward = layer.forward
+
+    def spy(self, hidden_states, layout, cache=None, *args):
+        if cache is not None and cache.get_seq_length() and self.layer_idx == 0:
+            moves.append(cache.layers[0].recurrent_states[0].clone())
+        return forward(self, hidden_states, layout, cache, *args)
+
+    layer.forward = spy
+    try:
+        generate(model, ids, num_beams=4, max_new_tokens=12)
+    finally:
+        layer.forward = forward
+    assert len(moves) == 11
+    assert any(torch.equal(state[0], state[1]) for state in moves[1:])  # one beam's state copied to another
+
+
+def test_batch_equals_rows(model, tokens):
+    rows = [tokens(n, seed=n) for n in (2, 6, 4)]
+    width = max(map(len, rows))
+    ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows])
+    batch = generate(model, ids, attention_mask=(ids != 0).long())
+    for i, row in enumerate(rows):
+        assert torch.equal(batch[i, width:], generate(model, row[None])[0, len(row) :])
+
+
+def test_sampling(model, tokens):
+    """With the same seed sampling draws the same text with and without a cache, and other seeds other texts."""
+
+    def sample(seed, **kwargs):
+        set_seed(seed)
+        return generate(model, ids, do_sample=True, temperature=0.7, top_k=20, **kwargs)
+
+    ids = tokens(2, 5)
+    assert torch.equal(sample(0), sample(0, use_cache=False))
+    assert any(not torch.equal(sample(0), sample(seed)) for seed in range(1, 4))
+
+
+def test_several_samples_a_prompt(model, tokens):
+    set_seed(0)
+    assert generate(model, tokens(2, 5), do_sample=True, num_return_sequences=3).shape == (6, 5 + NEW)
+
+
+def test_conversation_goes_on_from_the_returned_cache(model, tokens):
+    first, second = tokens(1, 5), tokens(1, 4, seed=7)
+    turn = generate(model, first, return_dict_in_generate=True)
+    ids = torch.cat([turn.sequences, second], dim=1)
+    cache = turn["cache"] if "cache" in turn else turn["past_key_values"]
+    assert cache.get_seq_length() == 5 + NEW - 1  # the last token was never fed
+    name = "cache" if "cache" in turn else "past_key_values"
+    assert torch.equal(generate(model, ids, **{name: cache}), generate(model, ids))
+
+
+def test_prefill_in_chunks(model, tokens):
+    ids = tokens(2, 11)
+    assert torch.equal(generate(model, ids, prefill_chunk_size=4), generate(model, ids))
+
+
+def test_from_embeddings(make_model, tokens):
+    model, ids = make_model("gdn"), tokens(1, 5)
+    embeds = model.get_input_embeddings()(ids)
+    new = model.generate(inputs_embeds=embeds, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
+    assert torch.equal(new, generate(model, ids)[:, 5:])
+
+
+def test_every_sequence_ends_at_eos(make_model, tokens):
+    model, ids = make_model("gdn"), tokens(3, 5)
+    free = generate(model, ids)
+    eos = int(free[0, 7])
+    ended = generate(model, ids, eos_token_id=eos, pad_token_id=0)
+    for row, text in zip(ended[:, 5:].tolist(), free[:, 5:].tolist(), strict=True):
+        cut = text.index(eos) + 1 if eos in text else len(text)
+        assert row[:cut] == text[:cut]
+        assert not any(row[cut:])
+
+
+def test_other_caches(make_model, tokens):
+    """Softmax layers may use a static cache; recurrent states have a fixed size anyway and live in a DynamicCache."""
+    ids = tokens(2, 5)
+    model = make_model("transformer")
+    assert torch.equal(generate(model, ids, cache_implementation="static"), generate(model, ids))
+    for kind in ("gdn", "hybrid"):
+        with pytest.raises(ValueError, match="a StaticCache cannot hold recurrent states: use a DynamicCache"):
+            generate(make_model(kind), ids, cache_implementation="static")
+
+
+def test_assisted_decoding_is_refused(make_model, tokens):
+    """It would have to take tokens back, which a recurrent state cannot."""
+    model = make_model("gdn")
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        generate(model, tokens(1, 5), assistant_model=make_model("gdn", seed=1))
+
+
+def test_auto_class_generates(make_model, tokens, tmp_path):
+    model, ids = make_model("hybrid"), tokens(1, 5)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(generate(AutoModelForCausalLM.from_pretrained(tmp_path), ids), generate(model, ids))
