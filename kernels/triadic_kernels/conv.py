@@ -62,7 +62,7 @@ def causal_conv1d(
 
 
 class _Taps(torch.autograd.Function):
-    """y[:, t] = sum_w x[:, t + w] weight[:, w]: [B, W - 1 + T, D] -> [B, T, D] in float32 or better, a pass for each tap.
+    """y[:, t] = sum_w x[:, t + w] weight[:, w]: [B, W - 1 + T, D] -> [B, T, D] in float32 or better, a pass a tap.
 
     Faster than F.conv1d on a CPU, which wants [B, D, T], and than autograd of the sum, which pads every tap's gradient.
     """
@@ -112,7 +112,7 @@ def _check_arguments(x, weight, activation, initial_state, cu_seqlens, check) ->
         raise ValueError(
             f"initial_state has shape {list(initial_state.shape)}; pass [N, D, W - 1], here {list(state)}."
         )
-    for name, other in (("weight", weight), ("initial_state", initial_state)):
+    for name, other in (("x", x), ("weight", weight), ("initial_state", initial_state)):
         if other is not None and not other.is_floating_point():
             raise ValueError(f"{name} has dtype {other.dtype}; pass a floating dtype.")
         if other is not None and other.device != x.device:

@@ -25,9 +25,9 @@ class ChunkTable(NamedTuple):
     slot: Tensor  # [tokens] slot of each token, counted through the chunks
 
 
-def chunk_bound(tokens: int, documents: int, chunk: int) -> int:
-    """Most chunks that `tokens` tokens in `documents` documents can need: what metadata alone can tell."""
-    return tokens // chunk + documents
+def chunk_bound(batch: int, length: int, documents: int | None, chunk: int) -> int:
+    """How many chunks a batch needs, or, packed, the most that so many documents can need: from metadata alone."""
+    return batch * ((length + chunk - 1) // chunk) if documents is None else length // chunk + documents
 
 
 def document_lengths(batch: int, length: int, cu_seqlens: Tensor | None) -> list[int]:
@@ -50,13 +50,13 @@ def chunk_table(lengths: list[int], chunk: int, device: torch.device) -> ChunkTa
     slot = torch.empty(sum(lengths), dtype=torch.int64)
     slot[token[valid]] = valid.flatten().nonzero()[:, 0]
     padding = (~valid).nonzero().unbind(1)
-    to = lambda x: x.to(device)  # noqa: E731
-    return ChunkTable(to(order), present.sum(1).tolist(), to(token), (to(padding[0]), to(padding[1])), to(slot))
+    order, token, chunk_of, place, slot = (x.to(device) for x in (order, token, *padding, slot))
+    return ChunkTable(order, present.sum(1).tolist(), token, (chunk_of, place), slot)
 
 
 def to_chunks(x: Tensor, table: ChunkTable, heads: int) -> Tensor:
     """Tokens to chunks: [tokens, H, D] -> [chunks, heads, C, D], head h from head h // (heads / H), padding zero."""
-    tokens, H, D = x.shape
+    H, D = x.shape[1:]
     chunks, chunk = table.token.shape
     head = torch.arange(heads, device=x.device) // (heads // H)
     rows = table.token[:, None] * H + head[:, None]  # [chunks, heads, C]

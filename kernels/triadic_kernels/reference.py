@@ -32,18 +32,19 @@ def token_recurrence(q, k, v, q2, k2, g, beta, S, *, delta_rule: bool, scale: fl
     B, T, HV, K = q.shape
     E, V = k2.shape[-1], v.shape[-1]
     alpha = g.exp()[..., None, None]  # [B, T, HV, E, 1, 1]
-    read = (q2[..., None] * q[..., None, :]).view(B, T, HV, 1, E * K)  # joint query q2 (x) q
+    read = (scale * q2[..., None] * q[..., None, :]).view(B, T, HV, 1, E * K)  # joint query q2 (x) q
     write = (k2[..., None] * k[..., None, :]).view(B, T, HV, 1, E * K)  # joint key k2 (x) k
-    o = []
+    beta, v, o = beta[..., None, None], v[..., None, :], []
+    add_product = torch.addcmul if torch.is_grad_enabled() else Tensor.addcmul_  # S is ours once it has decayed
     for t in range(T):
-        S = (alpha[:, t] * S).view(B, HV, E * K, V)
-        r = v[:, t, :, None]  # [B, HV, 1, V]
+        S = (alpha[:, t] * S).flatten(2, 3)  # [B, HV, E * K, V]
+        r = v[:, t]  # [B, HV, 1, V]
         if delta_rule:
             r = r - write[:, t] @ S
-        S = S + write[:, t].mT @ (beta[:, t, :, None, None] * r)
-        o.append(scale * (read[:, t] @ S))
+        S = add_product(S, write[:, t].mT, beta[:, t] * r)
+        o.append(read[:, t] @ S)
         S = S.view(B, HV, E, K, V)
-    return torch.stack(o, 1).view(B, T, HV, V) if o else torch.zeros_like(v), S
+    return (torch.stack(o, 1) if o else v).squeeze(3), S
 
 
 def recurrent(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens) -> tuple[Tensor, Tensor | None]:
@@ -86,7 +87,7 @@ def forward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep: bool):
     g = _base_2(g)
     into, out, whole = _decays(g)
     a, b, c = k2 * into, p.scale * q2 * into, k2 * out
-    saved = _buffers(p, chunk_bound(p.B * p.T, p.N, C) * p.HV if keep else len(q), q, states=keep)
+    saved = saved_like(p, q, cu_seqlens) if keep else _buffers(p, len(q), q, states=False)
     states, U, P, W, A = _named(p, saved, v)
     spans = _spans(g)
     for part in _slabs(len(q)):
@@ -112,12 +113,14 @@ def forward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep: bool):
         S = after.baddbmm_(_outer(c[now], k[now]).mT, U[now])
     o = _to_tokens(p, table, o).view(p.B, p.T, p.HV, p.V).to(p.dtype)
     ht = _as_given(p, table, torch.cat([S, *reversed(ended)])) if p.output_final else None
+    for x in saved if keep else []:
+        x[len(q) :] = 0  # chunks that these documents do not need
     return o, ht, saved if keep else []
 
 
 def saved_like(p, q, cu_seqlens) -> list[Tensor]:
     """What `forward` keeps of every chunk: the state after it, U, P and, with the delta rule, W and A."""
-    return _buffers(p, chunk_bound(p.B * p.T, p.N, C) * p.HV, q)
+    return _buffers(p, chunk_bound(p.B, p.T, p.N if p.varlen else None, C) * p.HV, q)
 
 
 def backward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht):
@@ -291,14 +294,14 @@ def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _spans(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Constants of `_decay_between`: which tokens t decay what s wrote before r reads it, s < t <= r; -inf for s > r."""
+    """For `_decay_between`: the tokens t that decay what s wrote until r reads it, s < t <= r; -inf for s > r."""
     t, r, s = (torch.arange(C, device=g.device).view(shape) for shape in ((C, 1, 1), (1, C, 1), (1, 1, C)))
     never = torch.zeros(1, C, C, dtype=g.dtype, device=g.device).masked_fill_(s > r, -torch.inf)
     return ((s < t) & (t <= r)).to(g.dtype).flatten(1), never.flatten()
 
 
 def _decay_between(g: Tensor, spans: tuple[Tensor, Tensor]) -> Tensor:
-    """G [M, E, C, C]: 2 ** (sum of g over s < t <= r), 0 for s > r. Summed per pair: differences of sums would cancel."""
+    """G [M, E, C, C]: 2 ** (sum of g over s < t <= r), 0 for s > r. Summed for each pair: differences would cancel."""
     M, _, E = g.shape
     return torch.addmm(spans[1], g.mT.reshape(M * E, C), spans[0]).exp2_().view(M, E, C, C)
 

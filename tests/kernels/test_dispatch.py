@@ -1,0 +1,88 @@
+"""The table of back ends: order, refusal, and what `explain` says."""
+
+import types
+
+import pytest
+import torch
+from triadic_kernels import chunk_triadic, dispatch, explain, recurrent_triadic
+
+
+def fake(reason, marker=None):
+    """A back end that refuses with a reason, or answers with a constant."""
+
+    def forward(p, q, k, v, *_):
+        return torch.full_like(v, marker), None, []
+
+    return types.SimpleNamespace(unsupported=lambda p: reason, forward=forward)
+
+
+@pytest.fixture
+def table():
+    """Replace the rows of `dispatch.CHUNK` by these modules, or texts of failed imports."""
+    rows, loaded = dict(dispatch.CHUNK), dict(dispatch._loaded)
+
+    def install(**backends):
+        dispatch.CHUNK.clear()
+        dispatch.CHUNK.update({name: f"fake_{name}" for name in backends})
+        dispatch._loaded.update({f"fake_{name}": backend for name, backend in backends.items()})
+
+    yield install
+    for whole, before in ((dispatch.CHUNK, rows), (dispatch._loaded, loaded)):
+        whole.clear()
+        whole.update(before)
+
+
+def test_auto_takes_the_first_that_can(table, inputs):
+    table(a=fake("it is Sunday"), b=fake(None, 1.0), c=fake(None, 2.0))
+    x = inputs()
+    with torch.no_grad():
+        assert (chunk_triadic(**x)[0] == 1.0).all()
+        assert (chunk_triadic(**x, backend="c")[0] == 2.0).all()
+    assert explain(**x).splitlines() == ["a: it is Sunday", "b: selected", "c: can run"]
+
+
+def test_a_named_back_end_never_gives_way(table, inputs):
+    table(a=fake("it is Sunday"), b=fake(None, 1.0))
+    with pytest.raises(ValueError, match="backend='a' cannot run this call: it is Sunday"):
+        chunk_triadic(**inputs(), backend="a")
+
+
+def test_no_back_end_left(table, inputs):
+    table(a=fake("it is Sunday"), b="not installed (no module)")
+    with pytest.raises(
+        ValueError, match=r"No back end can run this call:\na: it is Sunday\nb: not installed \(no module\)"
+    ):
+        chunk_triadic(**inputs())
+
+
+def test_a_missing_module_is_not_installed(monkeypatch, inputs):
+    monkeypatch.setitem(dispatch.CHUNK, "nothing", "no_such_module")
+    assert "torch: selected\nnothing: not installed (No module named" in explain(**inputs())
+    with pytest.raises(ValueError, match="backend='nothing' cannot run this call: not installed"):
+        chunk_triadic(**inputs(), backend="nothing")
+
+
+def test_a_cpu_is_served_by_torch(inputs):
+    lines = explain(**inputs()).splitlines()
+    assert [line.split(":")[0] for line in lines] == list(dispatch.CHUNK)
+    assert lines[-1] == "torch: selected"
+    for name in list(dispatch.CHUNK)[:-1]:
+        with pytest.raises(ValueError, match=f"backend='{name}' cannot run this call: "):
+            chunk_triadic(**inputs(), backend=name)
+
+
+def test_named_torch_is_what_auto_takes_here(inputs):
+    x = inputs()
+    for op in (chunk_triadic, recurrent_triadic):
+        assert torch.equal(op(**x)[0], op(**x, backend="torch")[0])
+
+
+def test_problem_describes_the_call(inputs):
+    x = inputs(B=1, T=9, H=2, HV=4, K=5, V=7, E=3, gate="head", beta=False, states=2, dtype=torch.float32)
+    given = [x[name] for name in ("q", "k", "v", "q2", "g", "beta", "initial_state")]
+    p = dispatch.problem(*given, torch.tensor([0, 4, 9]), scale=0.5, delta_rule=False, output_final=True)
+    assert p == dispatch.Problem(
+        B=1, T=9, H=2, HV=4, K=5, V=7, E=3, N=2, dtype=torch.float32, device_type="cpu", capability=None,
+        delta_rule=False, scale=0.5, has_q2=True, gate="head", has_beta=False, has_initial=True, output_final=True,
+        varlen=True,
+    )  # fmt: skip

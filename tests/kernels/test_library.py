@@ -1,0 +1,204 @@
+"""The ops as torch sees them: registration, compilation, autocast, dtypes, layouts, copies of the package."""
+
+import importlib
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triadic_kernels
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from triadic_kernels import causal_conv1d, chunk_triadic, op, recurrent_triadic
+
+FOLDER = Path(triadic_kernels.__file__).parent
+OPS = pytest.mark.parametrize("op", [chunk_triadic, recurrent_triadic])
+POSITIONAL = ("q", "k", "v", "q2", "k2", "g", "beta", "initial_state")
+
+
+def called(graph):
+    """Names of the operators of a graph, those of this package and the others."""
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    own = [name.split(".")[1] for name in names if name.startswith("triadic_kernels.")]
+    return own, [name for name in names if not name.startswith("triadic_kernels.") and "getitem" not in name]
+
+
+def test_compiled_it_is_one_node_each_way(inputs, gradients, close, tolerance):
+    """fullgraph=True: no break, chunk_forward in the forward graph, chunk_backward in the backward graph, no more."""
+    graphs = []
+
+    def record(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    x = inputs(T=70, states=3)
+    cu_seqlens = torch.tensor([0, 1, 3, 70])
+    compiled = torch.compile(
+        lambda **inputs: chunk_triadic(**inputs, cu_seqlens=cu_seqlens),
+        fullgraph=True,
+        backend=aot_autograd(fw_compiler=record, bw_compiler=record),
+    )
+    close(gradients(compiled, x), gradients(chunk_triadic, x, cu_seqlens=cu_seqlens), tolerance[torch.float64])
+    assert [called(graph) for graph in graphs] == [(["chunk_forward"], []), (["chunk_backward"], [])]
+
+
+def test_a_decoding_step_compiles_without_breaks(inputs):
+    x = inputs(B=2, T=1, states=2)
+    taps, past = torch.randn(28, 4).double(), torch.randn(2, 28, 3).double()
+
+    def step(**inputs):
+        v, window = causal_conv1d(
+            inputs["v"].flatten(2), taps, activation="silu", initial_state=past, output_final_state=True
+        )
+        o, state = recurrent_triadic(**{**inputs, "v": v.view(2, 1, 4, 7)}, output_final_state=True)
+        return o, state, window
+
+    with torch.no_grad():
+        results = torch.compile(step, fullgraph=True, backend="aot_eager")(**x)
+        for result, expected in zip(results, step(**x), strict=True):
+            torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.slow
+def test_inductor_equals_eager(inputs, gradients, close, tolerance):
+    x = inputs(B=2, T=70, states=2, dtype=torch.float32)
+
+    def layer(**inputs):
+        v, _ = causal_conv1d(inputs["v"].flatten(2), taps, activation="silu")
+        return chunk_triadic(**{**inputs, "v": v.view(2, 70, 4, 7)}, use_qk_l2norm_in_kernel=True)
+
+    taps = torch.randn(28, 4)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    close(gradients(compiled, x), gradients(layer, x), tolerance[torch.float32])
+
+
+@pytest.mark.parametrize("delta_rule", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+def test_opcheck_forward(packed, delta_rule, inputs):
+    x = inputs(T=40, states=2 if packed else 1)
+    cu_seqlens = torch.tensor([0, 3, 40]) if packed else None
+    arguments = (*(x[name] for name in POSITIONAL), cu_seqlens, 0.5, delta_rule, True)
+    torch.library.opcheck(torch.ops.triadic_kernels.chunk_forward.default, (*arguments, True, "auto", False))
+    with torch.no_grad():
+        detached = tuple(y.detach() if isinstance(y, torch.Tensor) else y for y in arguments)
+        torch.library.opcheck(torch.ops.triadic_kernels.chunk_forward.default, (*detached, False, "auto", False))
+
+
+def test_opcheck_backward(inputs):
+    x = inputs(T=40, E=None, gate=None, beta=False)
+    arguments = [None if x[name] is None else x[name].detach() for name in POSITIONAL] + [None]
+    outputs = torch.ops.triadic_kernels.chunk_forward(*arguments, 0.5, True, False, True, "auto", False)
+    do = torch.randn_like(outputs[0])
+    torch.library.opcheck(
+        torch.ops.triadic_kernels.chunk_backward.default,
+        (*arguments, outputs[1:], do, None, 0.5, True, False, "auto"),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@OPS
+def test_low_precision_inputs(op, dtype, inputs, gradients, close, tolerance):
+    """Computed in float32 and rounded once, output and gradients in the dtypes of what they belong to."""
+    x = inputs(B=2, T=130, H=2, HV=4, K=16, V=24, E=3, states=2, dtype=dtype)
+    exact = {name: y.detach().double().requires_grad_() for name, y in x.items()}
+    results = gradients(op, x)
+    assert results["o"].dtype == results["dq"].dtype == results["dk"].dtype == results["dv"].dtype == dtype
+    assert {results[name].dtype for name in ("ht", "dq2", "dk2", "dg", "dbeta", "dinitial_state")} == {torch.float32}
+    close(results, gradients(recurrent_triadic, exact), tolerance[dtype])
+    once_rounded = {name: y.float() for name, y in x.items()}
+    assert torch.equal(results["o"], op(**once_rounded)[0].to(dtype))
+
+
+@OPS
+def test_autocast_changes_nothing(op, inputs):
+    x = inputs(T=70, states=1, dtype=torch.float32)
+    expected = op(**x, use_qk_l2norm_in_kernel=True, output_final_state=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = op(**x, use_qk_l2norm_in_kernel=True, output_final_state=True)
+    assert all(torch.equal(result, y) for result, y in zip(results, expected, strict=True))
+
+
+def test_autocast_changes_no_gradient(inputs, gradients):
+    x = inputs(T=70, states=1, dtype=torch.float32)
+    expected = gradients(chunk_triadic, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = gradients(chunk_triadic, x)
+    assert all(torch.equal(results[name], expected[name]) for name in expected)
+
+
+@OPS
+def test_layouts_do_not_matter(op, inputs, gradients, close, tolerance):
+    """Transposed, sliced and expanded inputs and output gradients."""
+    x = inputs(B=2, T=40, H=2, HV=4, states=2)
+    odd = {name: y.detach().clone() for name, y in x.items()}
+    odd["q"] = odd["q"].transpose(1, 3).contiguous().transpose(1, 3)
+    odd["v"] = torch.stack([odd["v"], odd["v"]], -1)[..., 0]
+    odd["beta"] = odd["beta"][:1, :1].expand(2, 40, 4)
+    odd["g"] = odd["g"][..., :1].expand(2, 40, 4, 3)
+    odd["initial_state"] = odd["initial_state"].mT.contiguous().mT
+    assert not any(odd[name].is_contiguous() for name in ("q", "v", "beta", "g", "initial_state"))
+    plain = {name: y.contiguous().requires_grad_() for name, y in odd.items()}
+    odd = {name: y.requires_grad_() for name, y in odd.items()}
+
+    def transposed(**inputs):
+        o, ht = op(**inputs)
+        return o.transpose(1, 2).contiguous().transpose(1, 2), ht.mT.contiguous().mT
+
+    close(gradients(transposed, odd), gradients(op, plain), tolerance[torch.float64])
+    o, ht = op(**odd, output_final_state=True)
+    (expanded,) = torch.autograd.grad([o.sum(), ht.sum()], odd["k"])
+    o, ht = op(**plain, output_final_state=True)
+    (dense,) = torch.autograd.grad([o, ht], plain["k"], [torch.ones_like(o), torch.ones_like(ht)])
+    close({"dk": expanded}, {"dk": dense}, tolerance[torch.float64])
+
+
+def test_results_repeat_to_the_bit(inputs, gradients):
+    x = inputs(T=140, states=2, dtype=torch.float32)
+    first, second = (gradients(chunk_triadic, x, cu_seqlens=torch.tensor([0, 99, 140])) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_uninitialised_memory_is_never_read(inputs, gradients, monkeypatch):
+    x = inputs(T=140, states=2, dtype=torch.float32)
+    cu_seqlens = torch.tensor([0, 99, 140])
+    expected = gradients(chunk_triadic, x, cu_seqlens=cu_seqlens)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
+    try:
+        results = gradients(chunk_triadic, x, cu_seqlens=cu_seqlens)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(results[name], expected[name]) for name in expected)
+
+
+def test_importing_a_module_twice_leaves_both_working(inputs, gradients, close, tolerance):
+    spec = importlib.util.spec_from_file_location("triadic_kernels.op", op.__file__)
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    x = inputs(T=40)
+    close(gradients(again.chunk_triadic, x), gradients(op.chunk_triadic, x), tolerance[torch.float64])
+
+
+def test_a_copy_of_five_files_is_enough(tmp_path, monkeypatch, inputs, gradients, close, tolerance):
+    """Remote code of an exported model: no GPU back ends beside it, its own package name, its own registration."""
+    package = tmp_path / "flat-copy.of_ops"
+    package.mkdir()
+    for name in ("op", "dispatch", "reference", "packing", "conv"):
+        shutil.copy(FOLDER / f"{name}.py", package)
+    spec = importlib.util.spec_from_loader("flat_copy", loader=None, is_package=True)
+    spec.submodule_search_locations = [str(package)]
+    monkeypatch.setitem(sys.modules, "flat_copy", importlib.util.module_from_spec(spec))
+    copy = importlib.import_module("flat_copy.op")
+    try:
+        assert copy.NAMESPACE == "flat_copy"
+        x = inputs(T=40)
+        close(gradients(copy.chunk_triadic, x), gradients(chunk_triadic, x), tolerance[torch.float64])
+        lines = copy.explain(**x).splitlines()
+        assert all("not installed" in line for line in lines[:-1])
+        assert lines[-1] == "torch: selected"
+    finally:
+        for name in [name for name in sys.modules if name.startswith("flat_copy.")]:
+            del sys.modules[name]
