@@ -1,0 +1,16 @@
+#!/bin/sh
+set -eu
+cd "$(dirname "$0")/../.."
+. recipes/scales/smoke.sh
+
+prepare
+for model in gdn triadic_gdn_e8; do
+    pretrain "$model" "$model"
+    extend "$model"
+    evaluate "$model"
+done
+
+upcycle gdn triadic_gdn_e8_upcycled 8
+extend triadic_gdn_e8_upcycled
+evaluate triadic_gdn_e8_upcycled
+collect table2_upcycling

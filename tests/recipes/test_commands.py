@@ -1,0 +1,121 @@
+"""Every command of every recipe: files exist, settings load, and what it reads was made by a command before it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from triadic import settings
+from triadic.data import DataConfig
+from triadic.evaluation import SuiteConfig
+from triadic.training import load_config
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted(path.parent for path in (ROOT / "recipes").glob("*/expected.json"))
+SCALES = ("paper", "small", "smoke")
+SCRIPTS = [recipe / f"{scale}.sh" for recipe in RECIPES for scale in SCALES]
+NAMES = [f"{script.parent.name}/{script.stem}" for script in SCRIPTS]
+
+
+def split(call):
+    """(script, its arguments, processes it is launched with) of one noted command."""
+    words = call[1:]
+    processes = int(words[words.index("--num_processes") + 1]) if "--num_processes" in words else 1
+    if call[0] == "accelerate":
+        assert words[0] == "launch"
+        words = words[next(i for i, word in enumerate(words) if word.endswith(".py")) :]
+    return words[0], words[1:], processes
+
+
+def option(arguments, name):
+    return arguments[arguments.index(name) + 1]
+
+
+def overrides(arguments):
+    return [word for word in arguments if re.match(r"[a-z_.]+=", word)]
+
+
+def check_prepare(arguments, processes, made):
+    config = settings.load(DataConfig, ROOT / option(arguments, "--config"), overrides(arguments))
+    if config.source is not None and config.source.files and config.source.package is None:
+        assert config.source.files == ["data/small_text/*.jsonl"]  # made by hand, see scales/small/text.sh
+    for part in config.mixture.parts.values() if config.mixture else []:
+        assert part.store is None or part.store in made
+    made |= {f"{config.output}/train", f"{config.output}/validation", f"{config.output}/tokenizer"}
+    assert config.tokenizer.pretrained is None or not config.tokenizer.pretrained.startswith("data/") or (
+        config.tokenizer.pretrained in made
+    )  # fmt: skip
+
+
+def check_pretrain(arguments, processes, made):
+    config = load_config(ROOT / option(arguments, "--config"), overrides(arguments))
+    assert config.accumulation(processes) >= 1
+    assert config.model.config in made or (ROOT / config.model.config).is_file()
+    assert config.model.init_from is None or config.model.init_from in made
+    assert {config.data.train, config.data.validation} <= made
+    made |= {config.run.output_dir, f"{config.run.output_dir}/final"}
+
+
+def check_upcycle(arguments, processes, made):
+    assert arguments[0] in made
+    assert int(option(arguments, "--second_key_dim")) > 1
+    made.add(arguments[1])
+
+
+def check_evaluate(arguments, processes, made):
+    assert arguments[0] in made
+    suite = settings.load(SuiteConfig, ROOT / option(arguments, "--suite"), overrides(arguments))
+    assert suite.data.validation is None or suite.data.validation in made
+    made.add(option(arguments, "--output"))
+
+
+def check_analyse(arguments, processes, made):
+    assert arguments[0] in made
+    made.add(option(arguments, "--output"))
+
+
+def check_collect(arguments, processes, made):
+    assert (ROOT / arguments[0] / "expected.json").is_file()
+    assert option(arguments, "--scale") in SCALES
+
+
+CHECKS = {
+    "scripts/prepare_data.py": check_prepare,
+    "scripts/pretrain.py": check_pretrain,
+    "scripts/upcycle.py": check_upcycle,
+    "scripts/evaluate.py": check_evaluate,
+    "scripts/analyse.py": check_analyse,
+    "recipes/collect.py": check_collect,
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)
+def test_each_command_can_run(script, calls):
+    made = set()
+    commands = [split(call) for call in calls(script)]
+    for program, arguments, processes in commands:
+        assert (ROOT / program).is_file(), program
+        if program in CHECKS:
+            CHECKS[program](arguments, processes, made)
+    assert commands[-1][0] == "recipes/collect.py"
+    assert commands[-1][1][0] == f"recipes/{script.parent.name}"
+    assert option(commands[-1][1], "--scale") == script.stem
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)
+def test_each_row_of_the_table_is_measured(script, calls, root):
+    import json
+
+    expected = json.loads((script.parent / "expected.json").read_text())
+    rows = [row["models"].get(script.stem) for row in expected["rows"].values() if "models" in row]
+    outputs = {option(call, "--output") for call in calls(script) if "--output" in call}
+    for model in filter(None, rows):
+        assert f"runs/{script.stem}/{model}/{Path(expected['results']).parent}" in outputs
+
+
+def test_every_recipe_has_its_parts():
+    for recipe in RECIPES:
+        readme = (recipe / "README.md").read_text()
+        for scale in SCALES:
+            assert f"{scale}.sh" in readme, f"{recipe.name}/README.md does not name {scale}.sh"
+        assert f"({recipe.name}/" in (ROOT / "recipes" / "README.md").read_text()
