@@ -1,0 +1,41 @@
+"""Enlarge a checkpoint's state: python scripts/upcycle.py runs/gdn runs/gdn_e8 --second_key_dim 8
+
+Writes a Hugging Face folder that pretraining can start from (model.config and model.init_from). A target that the same
+command has already written is left as it is.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from triadic.evaluation import load_checkpoint
+from triadic.evaluation.config import ModelConfig
+from triadic.models.upcycling import STARTS, upcycle
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", help="a Hugging Face folder, a run folder or a hub id")
+    parser.add_argument("target", type=Path, help="folder to write")
+    parser.add_argument("--second_key_dim", type=int, required=True, help="E, a multiple of the source's")
+    parser.add_argument(
+        "--start", choices=STARTS, default="normal", help="normal: the paper's; exact: the old function"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the new weights")
+    args = parser.parse_args()
+    wanted = {name: str(value) if name == "target" else value for name, value in vars(args).items()}
+    note = args.target / "upcycled.json"
+    try:
+        if args.target.exists():
+            if not note.is_file() or json.loads(note.read_text()) != wanted:
+                raise ValueError(f"{args.target} exists and is not of this command; remove it or name another folder")
+            print(f"{args.target} is already there")
+            sys.exit()
+        found = load_checkpoint(args.source, ModelConfig(dtype="float32", device="cpu"))
+        model = upcycle(found.model, args.second_key_dim, start=args.start, seed=args.seed)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    model.save_pretrained(args.target)
+    found.tokenizer.save_pretrained(args.target)
+    note.write_text(json.dumps(wanted, indent=2) + "\n")
+    print(f"{args.target}: E = {args.second_key_dim}, {model.num_parameters() / 1e6:.1f}M parameters")
