@@ -2,7 +2,7 @@
 
 from .config import DataConfig
 from .mixture import MixtureStore
-from .prepare import prepare
+from .preparation import prepare
 from .store import TokenStore, check_tokenizer, open_store
 from .tokenizer import tokenizer_hash
 from .windows import Windows, collate, step_indices

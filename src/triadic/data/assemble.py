@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from .config import SourceConfig
-from .files import sha256, sync, whole
+from .files import sha256, sweep, sync, whole
 from .parts import token_dtype
 from .sources import describe, has_ids
 from .store import read_tokens, write_meta, write_tokens
@@ -82,6 +82,7 @@ def assemble(plan: dict, output: Path, source: SourceConfig) -> None:
         if not chosen or (folder / "store.json").is_file():
             continue
         folder.mkdir(exist_ok=True)
+        sweep(folder)
         files = []
         for number, (index, entry) in enumerate(chosen):
             path = folder / f"data-{number:05d}-of-{len(chosen):05d}.arrow"

@@ -76,7 +76,7 @@ class SourceConfig:
     id_column: str | None = None  # kept in the store beside the tokens (.txt files always keep their path)
     where: dict[str, list[str]] = field(default_factory=dict)  # keep rows whose column has one of these values
     min_characters: int = 1
-    shuffle: bool = False  # streams through a buffer, everything else completely
+    shuffle: bool = False  # streams: their files, then rows through a buffer; everything else completely
     shuffle_seed: int = 0
     shuffle_buffer: int = 10_000
     max_tokens: int | None = None  # stop once this many training tokens are there
@@ -96,6 +96,8 @@ class SourceConfig:
             raise ValueError(f"source.max_tokens must be positive, not {self.max_tokens}")
         if self.reserve.documents and self.validation.tokens:
             raise ValueError("source.reserve needs validation by documents, not by tokens")
+        if self.shuffle_buffer < 1:
+            raise ValueError(f"source.shuffle_buffer must be at least 1, not {self.shuffle_buffer}")
         if self.min_characters < 1:
             raise ValueError(f"source.min_characters must be at least 1, not {self.min_characters}")
 
@@ -154,5 +156,5 @@ class DataConfig:
             )
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"workers must be at least 1, not {self.workers}")
-        if self.part_characters < 1:
-            raise ValueError(f"part_characters must be positive, not {self.part_characters}")
+        if not 1 <= self.part_characters <= 1_000_000_000:
+            raise ValueError(f"part_characters must lie in [1, 1e9], not {self.part_characters}")

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,12 @@ def write_json(path: Path, value: object) -> None:
     """A whole JSON file."""
     with whole(path) as temporary:
         temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def sweep(folder: Path) -> None:
+    """Remove the temporary files that a killed process left in `folder`."""
+    for leftover in folder.glob("*.tmp"):
+        leftover.unlink() if leftover.is_file() else shutil.rmtree(leftover)
 
 
 def sha256(path: Path) -> str:

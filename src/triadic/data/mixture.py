@@ -103,7 +103,7 @@ def build(config: Mixture, stores: dict[str, Path], output: Path, tokenizer_hash
         if store.tokenizer_hash != tokenizer_hash:
             raise ValueError(f"the part {name} ({store.path}) was made with another tokenizer than the mixture's")
     chosen = [_choose(config, number, opened[name]) for number, name in enumerate(config.parts)]
-    source = np.repeat(np.arange(len(chosen), dtype=np.uint8), [len(documents) for documents in chosen])
+    source = np.repeat(np.arange(len(chosen), dtype=np.uint16), [len(documents) for documents in chosen])
     document = np.concatenate(chosen)
     start, length = _places(opened.values(), chosen)
     order = permutation(len(document), config.seed, len(chosen))
@@ -123,7 +123,7 @@ def build(config: Mixture, stores: dict[str, Path], output: Path, tokenizer_hash
     meta |= {"num_tokens": int(length.sum()), "num_documents": len(document), "dtype": str(first.dtype)}
     meta |= {name: getattr(first, name) for name in ("tokenizer_hash", "vocab_size", "bos", "eos")}
     files = [{"name": path.name, "bytes": path.stat().st_size, "sha256": digest}]
-    types = {"source": "uint8", "document": "int64", "start": "int64", "length": "int64"}
+    types = {"source": "uint16", "document": "int64", "start": "int64", "length": "int64"}
     write_meta(output, meta | {"parts": parts, "files": files}, types)
 
 

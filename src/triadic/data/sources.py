@@ -5,11 +5,14 @@ import glob
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
+
 from .config import SourceConfig
-from .order import permutation
+from .order import permutation, shuffled
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # what `datasets` reads the suffix with
 _PACKED = (".gz", ".zst")
@@ -26,7 +29,7 @@ class Rows:
         self.source = source
         self._count = after["rows"] if after else 0
         self._state = after["state"] if after else None
-        self._data = None
+        self._stream = None  # a `datasets` stream in its own order; one that is shuffled has no state to go on from
 
     def __iter__(self) -> Iterator[tuple[str | None, str]]:
         source = self.source
@@ -34,8 +37,7 @@ class Rows:
         id_column = source.id_column or "id"
         for row in self._read():
             self._count += 1
-            if self._count == 1 or keeps_id or source.where:
-                _check_columns(source, row)
+            _check_columns(source, row)
             text = row[source.text_column]
             if text is None or any(str(row[key]) not in allowed for key, allowed in source.where.items()):
                 continue
@@ -48,24 +50,39 @@ class Rows:
 
     def progress(self) -> dict:
         """Where this reader stands, as JSON: rows read and, where `datasets` can jump there, its own state."""
-        state = self._data.state_dict() if _can_jump(self.source, self._data) else None
+        state = None if self._stream is None else self._stream.state_dict()
         return {"rows": self._count, "state": state}
 
     def _read(self) -> Iterator[dict]:
         source = self.source
         if is_text(source):
             paths = local_files(source)
-            order = permutation(len(paths), source.shuffle_seed) if source.shuffle else range(len(paths))
-            return (_read_text(source, *paths[i]) for i in order[self._count :])
-        self._data = _load(source)
+            return (_read_text(source, *paths[i]) for i in self._order(len(paths)))
+        data = _load(source)
+        if not source.streaming:
+            return self._guarded(data.select(self._order(len(data))))
         if source.shuffle:
-            buffer = {"buffer_size": source.shuffle_buffer} if source.streaming else {}
-            self._data = self._data.shuffle(seed=source.shuffle_seed, **buffer)
+            files = permutation(data.num_shards, source.shuffle_seed)
+            rows = itertools.chain.from_iterable(data.shard(len(files), int(i)) for i in files)
+            rows = shuffled(rows, source.shuffle_buffer, source.shuffle_seed)
+            return self._guarded(itertools.islice(rows, self._count, None))
+        self._stream = data
         if self._state is not None:
-            self._data.load_state_dict(self._state)
-        elif self._count:
-            self._data = self._data.skip(self._count)
-        return iter(self._data)
+            self._stream.load_state_dict(self._state)
+        return self._guarded(self._stream)
+
+    def _order(self, count: int):
+        """Which of `count` rows to read, from where this reader stands."""
+        order = permutation(count, self.source.shuffle_seed) if self.source.shuffle else range(count)
+        return order[self._count :]
+
+    def _guarded(self, rows) -> Iterator[dict]:
+        try:
+            yield from rows
+        except pa.ArrowException as error:
+            raise ValueError(
+                f"{describe(self.source)} cannot be read behind row {self._count}: {str(error).splitlines()[0]}"
+            ) from None
 
 
 def is_text(source: SourceConfig) -> bool:
@@ -91,9 +108,9 @@ def local_files(source: SourceConfig) -> list[tuple[str, Path]]:
         found = {name: path for name, path in names.items() if any(fnmatch.fnmatch(name, g) for g in source.files)}
     else:
         found = {name: Path(name) for pattern in source.files for name in glob.glob(pattern, recursive=True)}
-    files = sorted((name, path) for name, path in found.items() if path.is_file())
+    files = sorted((name, path) for name, path in found.items() if path.is_file() and path.stat().st_size)
     if not files:
-        raise ValueError(f"no file matches {', '.join(source.files)} of {describe(source)}")
+        raise ValueError(f"there is nothing to read: no file of {describe(source)} exists and has content")
     suffixes = {_suffix(name) for name, _ in files}
     allowed = {".txt", *_BUILDERS}
     if len(suffixes) > 1 or not suffixes <= allowed:
@@ -138,13 +155,10 @@ def _load(source: SourceConfig):
         raise ValueError(f"reading {packed[0]} needs the package zstandard; pip install zstandard")
     try:
         return datasets.load_dataset(**arguments, **options, streaming=source.streaming)
+    except StopIteration:
+        raise ValueError(f"there is nothing to read: {describe(source)} has no rows") from None
     except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
         raise ValueError(f"{describe(source)} cannot be opened: {str(error).strip().splitlines()[0]}") from None
-
-
-def _can_jump(source: SourceConfig, data) -> bool:
-    """Whether `datasets` resumes exactly: streams do, except that a shuffle buffer is lost."""
-    return data is not None and source.streaming and not source.shuffle
 
 
 def _check_columns(source: SourceConfig, row: dict) -> None:
@@ -162,4 +176,5 @@ def _read_text(source: SourceConfig, name: str, path: Path) -> dict:
 
 def _suffix(name: str) -> str:
     path = Path(name)
-    return path.with_suffix("").suffix if path.suffix in _PACKED else path.suffix
+    inner = path.with_suffix("").suffix
+    return inner if path.suffix in _PACKED and inner in _BUILDERS else path.suffix

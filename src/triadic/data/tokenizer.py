@@ -79,7 +79,7 @@ def vocab_size(tokenizer) -> int:
 
 
 def tokenizer_hash(tokenizer) -> str:
-    """What tells tokenizers apart: their entries, bos, eos, and the ids of a fixed text.
+    """What tells tokenizers apart: their entries, merges or scores, bos, eos, and the ids of a fixed text.
 
     Takes a tokenizer object, a folder or a hub id. Padding, truncation and the template around a text do not count, nor
     does how a version of the library writes the files.
@@ -91,8 +91,16 @@ def tokenizer_hash(tokenizer) -> str:
             raise ValueError(f"no tokenizer can be loaded from {tokenizer}: {str(error).splitlines()[0]}") from None
     entries = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
     probe = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
-    content = [entries, tokenizer.bos_token_id, tokenizer.eos_token_id, probe]
+    content = [entries, _ranking(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, probe]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _ranking(tokenizer) -> list:
+    """What decides between segmentations: BPE's merges (as pairs, however the file writes them), Unigram's scores."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    model = json.loads(backend.to_str())["model"] if backend is not None else {}
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", [])]
+    return merges or (model["vocab"] if isinstance(model.get("vocab"), list) else [])
 
 
 @lru_cache(maxsize=2)

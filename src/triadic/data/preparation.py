@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -22,7 +23,7 @@ from ..settings import to_dict
 from . import mixture, tokenizer
 from .assemble import Splitter, assemble
 from .config import DataConfig, SourceConfig
-from .files import locked, sync, write_json
+from .files import locked, sweep, sync, write_json
 from .parts import Chooser, Done, Job, Part, cut, start_worker, tokenise
 from .sources import Rows, describe, digest
 from .store import open_store, read_tokens
@@ -46,12 +47,17 @@ def prepare(config: DataConfig) -> Path:
             check_source(config.source)
         output.mkdir(parents=True, exist_ok=True)
         with locked(output):
-            claim(output, asked, None if config.source is None else digest(config.source))
-            _tokenizer(config, output)
-            if config.source is not None:
-                prepare_source(config.source, output, output / "tokenizer", config)
-            else:
-                _prepare_mixture(config, output)
+            sweep(output)
+            try:
+                claim(output, asked, None if config.source is None else digest(config.source))
+                _tokenizer(config, output)
+                if config.source is not None:
+                    prepare_source(config.source, output, output / "tokenizer", config)
+                else:
+                    _prepare_mixture(config, output)
+            except ValueError:
+                _withdraw(output)
+                raise
     for split in ("train", "validation"):
         if (output / split).is_dir():
             store = open_store(output / split)
@@ -65,8 +71,7 @@ def prepare_source(source: SourceConfig, output: Path, tokenizer_folder: Path, c
     plan = parts / "plan.json"
     if not plan.is_file():
         parts.mkdir(exist_ok=True)
-        for leftover in parts.glob("*.tmp"):
-            leftover.unlink()
+        sweep(parts)
         meta = _meta(tokenizer_folder)
         splitter = _tokenise_all(source, parts, tokenizer_folder, meta, config)
         write_json(plan, {"meta": meta | {"source": describe(source)}, "parts": splitter.plan})
@@ -76,7 +81,7 @@ def prepare_source(source: SourceConfig, output: Path, tokenizer_folder: Path, c
 
 def check_source(source: SourceConfig) -> None:
     """Raise ValueError unless the source has a document to give."""
-    if next(iter(Rows(source)), None) is None:
+    if next(iter(Rows(replace(source, shuffle=False))), None) is None:
         raise ValueError(
             f"{describe(source)} has no document of at least {source.min_characters} characters in column "
             f"{source.text_column!r}" + (" that passes source.where" if source.where else "")
@@ -95,7 +100,7 @@ def check_claim(output: Path, asked: dict) -> None:
             raise ValueError(
                 f"{output} was prepared with other settings ({changes}); choose another output or delete it"
             )
-    elif output.is_dir() and any(entry.name != ".lock" for entry in output.iterdir()):
+    elif output.is_dir() and any(not _is_trace(entry) for entry in output.iterdir()):
         raise ValueError(f"{output} holds something else than prepared data (no job.json); choose another output")
     elif output.exists() and not output.is_dir():
         raise ValueError(f"{output} is a file; choose another output")
@@ -184,7 +189,6 @@ def _tokenizer(config: DataConfig, output: Path) -> None:
     else:
         made = tokenizer.load_pretrained(config.tokenizer)
     temporary = output / "tokenizer.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
     made.save_pretrained(temporary)
     for file in temporary.iterdir():
         sync(file)
@@ -226,6 +230,18 @@ def _special(meta: dict) -> tuple[int, int, int]:
 
 def _complete(output: Path) -> bool:
     return (output / "train" / "store.json").is_file()  # written last
+
+
+def _is_trace(entry: Path) -> bool:
+    """Whether a file is only the trace of a process that was stopped before it had claimed the folder."""
+    return entry.name == ".lock" or entry.suffix == ".tmp"
+
+
+def _withdraw(output: Path) -> None:
+    """Take back the claim on an output that holds no work yet, so that a mended configuration can have it."""
+    if not any((output / name).exists() for name in ("parts", "sources", "train", "validation")):
+        (output / "job.json").unlink(missing_ok=True)
+        shutil.rmtree(output / "tokenizer", ignore_errors=True)
 
 
 def _settle(output: Path) -> None:
