@@ -146,7 +146,9 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig, fresh: bool
     for name in SPECIAL_TOKENS:
         setattr(model.generation_config, name, getattr(model_config, name))
     if options.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers 5.24 renamed the method
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
     if options.torch_compile:
         model.compile()
     return model.train()
@@ -184,7 +186,7 @@ class StepBatches:
 def micro_batches(run: Run) -> Iterator[dict]:
     """This rank's packed micro-batches in order, read ahead by worker processes if data.num_workers > 0.
 
-    Raises ValueError for data that cannot be trained on and RuntimeError if a worker dies.
+    Raises ValueError for data that cannot be trained on.
     """
     workers = run.config.data.num_workers
     loader = DataLoader(
@@ -201,13 +203,6 @@ def micro_batches(run: Run) -> Iterator[dict]:
         yield from loader
     except ValueError as error:  # from a worker it comes with the worker's traceback around it
         raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from error
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise RuntimeError(
-            "a data worker died, most likely killed for memory; lower data.num_workers or data.prefetch_batches; "
-            "checkpoints are untouched and the same command resumes from the newest"
-        ) from error
 
 
 def _outlive_first_signal(_worker: int) -> None:

@@ -43,6 +43,13 @@ def train(config: TrainConfig) -> Outcome:
             closing(micro_batches(run)) as batches,  # ends the reader processes whatever happens
         ):
             return _train(run, batches, report, signals)
+    except RuntimeError as error:  # torch raises it in the middle of whatever the trainer is doing
+        if "DataLoader worker" not in str(error):
+            raise
+        raise RuntimeError(
+            f"a data worker died, most likely killed for memory ({str(error).strip()}); lower data.num_workers or "
+            "data.prefetch_batches; checkpoints are untouched and the same command resumes from the newest"
+        ) from error
     finally:
         run.claim.release()
 
@@ -158,7 +165,8 @@ def finish(run: Run, report: metrics.Reporter, signals: parallel.StopSignals) ->
         parallel.on_main(run.accelerator, checkpoint.publish, run.checkpoints, step, run.folder / "final")
         report.say(f"finished at step {step}: {run.folder / 'final'}")
     else:
-        report.say(f"stopped by a signal after step {step}, which is saved; the same command goes on from there")
+        name = signals.received.name if signals.received else "a signal to another rank"
+        report.say(f"stopped by {name} after step {step}, which is saved; the same command goes on from there")
     return Outcome(step, finished)
 
 

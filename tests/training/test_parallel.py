@@ -1,0 +1,117 @@
+"""Several processes: the same training, or a refusal; never two trainings by accident."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from triadic.training import train
+from triadic.training.parallel import StopSignals, check_launch, on_main
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "found", "asked"),
+    [
+        ({}, (1, "single"), (None, None)),
+        ({}, (1, "single"), (1, "single")),
+        (TORCHRUN, (2, "ddp"), (None, None)),
+        (TORCHRUN, (2, "ddp"), (2, "ddp")),
+        ({"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}, (1, "single"), (None, None)),
+        ({"ACCELERATE_USE_DEEPSPEED": "false"}, (1, "single"), (None, None)),
+    ],
+)
+def test_sound_launches_pass(environment, found, asked):
+    check_launch(environment, *found, *asked)
+
+
+@pytest.mark.parametrize(
+    ("environment", "found", "asked", "message"),
+    [
+        (TORCHRUN, (1, "single"), (None, None), "the launcher started 2 processes but this one stands alone"),
+        ({"MASTER_ADDR": "127.0.0.1"}, (1, "single"), (None, None), "asked for several processes and started one"),
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true"},
+            (2, "ddp"),
+            (None, None),
+            "remove ACCELERATE_USE_CPU, which turns Deep",
+        ),
+        ({}, (8, "FSDP"), (None, None), "the engine FSDP is not supported, only ddp and single"),
+        ({}, (1, "single"), (8, None), "parallel.processes asks for 8 but the launcher started 1; change either"),
+        (TORCHRUN, (2, "ddp"), (None, "single"), "parallel.engine asks for single but the launcher started ddp"),
+    ],
+)
+def test_launches_that_would_train_something_else_are_refused(environment, found, asked, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_launch(environment, *found, *asked)
+
+
+def launch(settings_file: Path, launcher: list[str], environment: dict[str, str], *overrides: str):
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--num_processes", "2"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command += [str(ROOT / "scripts" / "pretrain.py"), "--config", str(settings_file), *overrides]
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
+
+
+def test_two_processes_train_as_one(configure, settings_file, templates, rows):
+    """Also resumes at the other world size: two processes from the eighth step of a single-process run."""
+    uneven = ("data.mask_boundary_targets=true", "batch.micro_batch_windows=2", "run.keep_last=9", "run.milestones=[5]")
+    alone, together = configure(*uneven, "run.output_dir=ALONE"), configure(*uneven)
+    alone = configure(*uneven, f"run.output_dir={together.run.output_dir}-alone")
+    train(alone)
+    result = launch(settings_file, ["--multi_gpu"], {"ACCELERATE_USE_CPU": "true"}, *uneven, "parallel.processes=2")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "2 processes x 2 micro-batches x 2" in result.stdout
+    assert result.stdout.count("step 12/12 | validation loss") == 1
+    ours, theirs = rows(together.run.output_dir), rows(alone.run.output_dir)
+    assert len(ours) == 12 + 3
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        assert all(abs(mine[key] - other[key]) < 1e-5 * max(1, abs(other[key])) for key in mine), (mine, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "environment", "message"),
+    [
+        (["--cpu"], {}, "asked for several processes and started one"),
+        (["--multi_gpu"], {}, "stands alone, so each would train by itself"),
+    ],
+)
+def test_accelerates_silent_traps_are_caught(settings_file, tmp_path, launcher, environment, message):
+    result = launch(settings_file, launcher, environment)
+    assert result.returncode != 0
+    assert message in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_error_on_the_main_rank_reaches_the_caller(configure):
+    from triadic.training.parallel import start
+
+    accelerator = start(configure())
+
+    def fail(what):
+        raise ValueError(what)
+
+    assert on_main(accelerator, max, 3, 5) == 5
+    with pytest.raises(ValueError, match="no room"):
+        on_main(accelerator, fail, "no room")
+
+
+def test_a_signal_asks_and_a_second_one_ends(monkeypatch):
+    import signal
+
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals() as signals:
+        assert signals.received is None
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.received == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == before

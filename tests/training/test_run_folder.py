@@ -1,0 +1,157 @@
+"""Whose folder it is, and every misfit of model, tokenizer and data: refused in one sentence, nothing written."""
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from triadic.data import DataConfig, prepare
+from triadic.settings import from_dict
+from triadic.training import run_folder, train
+
+
+def content(folder: Path) -> dict[str, str]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def refuses(config, message: str) -> None:
+    """Training `config` raises ValueError with `message` and changes nothing in its output folder."""
+    folder = Path(config.run.output_dir)
+    before = content(folder) if folder.exists() else None
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        train(config)
+    assert "\n" not in str(caught.value)
+    assert (content(folder) if folder.exists() else None) == before
+
+
+@pytest.fixture
+def half_way(configure, stand_at):
+    """`configure` for a run that was stopped at its eighth of twelve steps."""
+    stand_at(8)
+    return configure
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.seed=1", "run.seed is 0 there and 1 here"),
+        ("batch.global_batch_tokens=512", "batch.global_batch_tokens is 256 there and 512 here"),
+        ("data.seq_len=64", "data.seq_len is 32 there and 64 here"),
+        ("data.mask_boundary_targets=true", "data.mask_boundary_targets is False there and True here"),
+        ("optimizer.learning_rate=0.5", "optimizer.learning_rate is 0.01 there and 0.5 here"),
+        ("schedule.decay_steps=13", "schedule.decay_steps is 12 there and 13 here"),
+        ("run.precision=bf16", "run.precision is fp32 there and bf16 here"),
+        ("model.config={world}/hybrid.json", "model.layer_types is ['linear_attention', 'linear_attention'] there and"),
+        ("data.train={world}/data/validation", "data.train fingerprint is"),
+    ],
+)
+def test_resuming_as_another_run_is_refused_and_the_difference_named(half_way, world, override, message):
+    config = half_way(override.format(world=world), "model.tokenizer=" + str(world / "data" / "tokenizer"))
+    refuses(config, message)
+    refuses(config, "belongs to another run")
+    refuses(config, "Set these back to resume it, or choose another run.output_dir")
+
+
+def test_every_difference_is_named(half_way):
+    config = half_way("run.seed=1", "data.seq_len=64")
+    refuses(config, "data.seq_len is 32 there and 64 here; run.seed is 0 there and 1 here. Set these back")
+
+
+def test_what_does_not_change_the_training_may_change(half_way, rows):
+    operational = ("run.log_every=2", "run.save_every=3", "run.keep_last=1", "batch.micro_batch_windows=8")
+    config = half_way("run.trackers=[tensorboard]", "data.num_workers=1", *operational)
+    assert train(config).step == 12
+    assert [row["step"] for row in rows(config.run.output_dir) if "loss" in row] == [*range(1, 9), 10, 12]
+    assert "save_every: 3" in (Path(config.run.output_dir) / "run.yaml").read_text()
+
+
+def test_a_longer_run_keeps_its_schedule_or_is_refused(half_way):
+    config = half_way("run.steps=10", "schedule.decay_steps=12")
+    assert train(config).finished
+    refuses(half_way("run.steps=20"), "schedule.decay_steps is 12 there and 20 here")
+
+
+def test_a_folder_of_something_else_is_refused(configure):
+    config = configure()
+    folder = Path(config.run.output_dir)
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("years of work")
+    refuses(config, f"run.output_dir {folder} is not empty and is no run's folder")
+    shutil.rmtree(folder)
+    folder.write_text("a file")
+    with pytest.raises(ValueError, match="is a file; name a folder"):
+        train(config)
+
+
+def test_two_trainings_in_one_folder_are_refused(half_way):
+    config = half_way()
+    claim = run_folder.Claim(Path(config.run.output_dir))
+    claim.take(config, json.loads((claim.folder / "identity.json").read_text()))
+    refuses(config, "another process is training in")
+    claim.release()
+    assert train(config).finished
+
+
+def test_missing_things_are_named(configure, world, tmp_path):
+    refuses(configure("model.config=configs/model/dmeo.json"), "model.config configs/model/dmeo.json does not exist")
+    refuses(configure("data.train=nowhere/train"), "there is no tokenizer folder nowhere/tokenizer")
+    tokenizer = f"model.tokenizer={world}/data/tokenizer"
+    refuses(configure("data.train=nowhere/train", tokenizer), "nowhere/train holds no complete token store")
+    refuses(configure("data.seq_len=16384", "batch.global_batch_tokens=65536"), "less than one window of 16,384 + 1")
+    refuses(configure("model.rope_theta=2e6"), "has no layer with rotary positions; remove it")
+    refuses(configure("batch.micro_batch_windows=3"), "a step of 8 windows")
+
+
+def test_data_of_another_tokenizer_is_refused(configure, world, tmp_path):
+    (tmp_path / "text.txt").write_text("an entirely different corpus " * 99)
+    (tmp_path / "held.txt").write_text("held out")
+    source = {"files": [str(tmp_path / "*.txt")], "validation": {"documents": 1}}
+    tree = {"output": str(tmp_path / "other"), "workers": 1, "source": source}
+    prepare(from_dict(DataConfig, tree | {"tokenizer": {"train": {"vocab_size": 280}}}))
+    refuses(configure(f"data.validation={tmp_path}/other/validation"), "was made with another tokenizer")
+    refuses(configure(f"model.tokenizer={tmp_path}/other/tokenizer"), "was made with another tokenizer")
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(configure, world, tmp_path):
+    architecture = json.loads((world / "gdn.json").read_text())
+    (tmp_path / "small.json").write_text(json.dumps(architecture | {"vocab_size": 299}))
+    refuses(configure(f"model.config={tmp_path}/small.json"), "has 300 entries but")
+
+
+def test_init_from_takes_weights_alone_and_a_new_rope_base(configure, world, tmp_path, rows):
+    hybrid = f"model.config={world}/hybrid.json"
+    first = configure(hybrid, f"run.output_dir={tmp_path}/short")
+    train(first)
+    weights = Path(first.run.output_dir) / "final"
+    longer = (
+        "data.seq_len=64",
+        "model.rope_theta=2e6",
+        "optimizer.learning_rate=1e-9",
+        f"run.output_dir={tmp_path}/long",
+    )
+    train(configure(hybrid, f"model.init_from={weights}", "run.steps=3", *longer))
+    before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (weights, tmp_path / "long" / "final"))
+    assert after.config.rope_parameters["rope_theta"] == 2e6
+    assert before.config.rope_parameters["rope_theta"] == 10000.0
+    for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True):
+        torch.testing.assert_close(old, new, atol=1e-7, rtol=0, msg=name)
+    losses = [row["loss"] for row in rows(tmp_path / "long") if "loss" in row]
+    assert losses[0] < rows(first.run.output_dir)[0]["loss"] - 0.1
+
+
+def test_init_from_that_cannot_be_used_is_refused(configure, world, tmp_path):
+    refuses(configure(f"model.init_from={tmp_path}/nowhere"), f"model.init_from {tmp_path}/nowhere cannot be loaded")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(world / "gdn.json"))
+    model.save_pretrained(tmp_path / "gdn")
+    other = (f"model.config={world}/hybrid.json", f"model.init_from={tmp_path}/gdn")
+    refuses(configure(*other), f"model.init_from {tmp_path}/gdn does not fit model.config")
+    (tmp_path / "pickled").mkdir()
+    shutil.copy(tmp_path / "gdn" / "config.json", tmp_path / "pickled")
+    torch.save(model.state_dict(), tmp_path / "pickled" / "pytorch_model.bin")
+    refuses(configure(f"model.init_from={tmp_path}/pickled"), "safetensors")
