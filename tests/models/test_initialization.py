@@ -87,12 +87,13 @@ def test_finite_under_bfloat16_for_many_seeds(make_config):
         torch.set_default_dtype(default)
 
 
-def test_a_uniform_draw_of_zero_leaves_no_dead_head(make_config, monkeypatch):
-    """log U(0, 16) of an exact 0 would be -inf: a gate that never opens again."""
-    monkeypatch.setattr(torch, "rand", lambda *shape, **kwargs: torch.zeros(*shape, **kwargs))
-    assert all(layer.mixer.A_log.isfinite().all() for layer in TriadicForCausalLM(make_config()).model.layers)
-    monkeypatch.setattr(torch, "rand", lambda *shape, **kwargs: torch.full(shape, 1 - 2**-24, **kwargs))
-    assert all(layer.mixer.A_log.isfinite().all() for layer in TriadicForCausalLM(make_config()).model.layers)
+@pytest.mark.parametrize(("draw", "rate", "dt"), [(0.0, 16.0, 1e-3), (0.5, 8.0, 1e-2), (1 - 2**-24, 2**-20, 1e-1)])
+def test_ends_of_the_ranges(make_config, monkeypatch, draw, rate, dt):
+    """No draw leaves a dead head (the logarithm of an exact 0), and softplus of the bias is the step itself."""
+    monkeypatch.setattr(torch, "rand", lambda *shape, **kwargs: torch.full(shape, draw, **kwargs))
+    for layer in TriadicForCausalLM(make_config()).model.layers:
+        torch.testing.assert_close(layer.mixer.A_log.exp(), torch.full((6,), rate))
+        torch.testing.assert_close(torch.nn.functional.softplus(layer.mixer.dt_bias), torch.full((6,), dt))
 
 
 def test_seed_decides(make_config):

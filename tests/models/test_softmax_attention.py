@@ -166,7 +166,9 @@ def test_flash_attention_is_given_the_bounds(make_model):
     AttentionInterface.register("flash_attention_fake", fake)
     mixer.config._attn_implementation = "flash_attention_fake"
     q, bounds = torch.randn(1, 4, 6, 8), torch.tensor([0, 2, 6], dtype=torch.int32)
-    attend(mixer, q, q[:, :2], q[:, :2], None, Layout(bounds, 4))
-    assert received["mask"] is None
-    assert received["cu_seq_lens_q"] is received["cu_seq_lens_k"] is bounds
-    assert received["max_length_q"] == received["max_length_k"] == 4
+    for longest in (4, None):  # given, or found
+        attend(mixer, q, q[:, :2], q[:, :2], None, Layout(bounds, longest))
+        assert received["mask"] is None
+        assert received["cu_seq_lens_q"] is received["cu_seq_lens_k"] is bounds
+        assert received["max_length_q"] == received["max_length_k"] == 4
+        received.clear()

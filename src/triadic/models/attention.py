@@ -38,7 +38,7 @@ def attend(module, q, k, v, attention_mask, layout):
     if implementation == "flex_attention":
         return back_end(module, q, k, v, document_block_mask(layout.cu_seqlens, q.shape[2]), **settings)
     if implementation.startswith("flash_attention"):
-        bounds, longest = layout.cu_seqlens, layout.max_seqlen
+        bounds, longest = layout.cu_seqlens, layout.longest()
         return back_end(
             module, q, k, v, None, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=longest,
             max_length_k=longest, **settings,
@@ -62,7 +62,7 @@ def varlen(module, q, k, v, layout):
     if "scale" in accepted:
         settings["scale"] = module.scaling
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, H, D]
-    bounds, longest = layout.cu_seqlens, layout.max_seqlen
+    bounds, longest = layout.cu_seqlens, layout.longest()
     return varlen_attn(q, k, v, bounds, bounds, longest, longest, **settings)[None]
 
 

@@ -24,6 +24,12 @@ class Layout:
     def packed(self):
         return self.cu_seqlens is not None and self.valid is None
 
+    def longest(self):
+        """Tokens of the longest document, an int; reading it stalls a GPU once, unless the caller gave it."""
+        if self.max_seqlen is None:
+            self.max_seqlen = int(self.cu_seqlens.diff().max())
+        return self.max_seqlen
+
     def gather(self, x):
         """[B, T, D] -> [1, n, D] without the padding (unchanged if there is none)."""
         return x if self.valid is None else x.flatten(0, 1).index_select(0, self.valid)[None]

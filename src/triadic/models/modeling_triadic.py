@@ -133,7 +133,6 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
     """The decoder with an output head over the vocabulary."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan: ClassVar[dict[str, Any]] = {"lm_head": "colwise_gather_output"}
     _pp_plan: ClassVar[dict[str, Any]] = {"lm_head": (["hidden_states"], ["logits"])}
 
     def __init__(self, config):
@@ -191,21 +190,11 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
         )
         hidden_states, logits, loss = outputs.last_hidden_state, None, None
         has_targets = labels is not None or shift_labels is not None
-        if self.training and has_targets:
-            targets = shift(labels) if shift_labels is None else shift_labels
-            count = (targets != IGNORE_INDEX).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-            loss = self.lm_head(hidden_states, targets) / count
-        else:
+        if not (self.training and has_targets):
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden_states[:, keep])
-            if has_targets:
-                loss = self.loss_function(
-                    logits=logits,
-                    labels=labels,
-                    vocab_size=self.config.vocab_size,
-                    shift_labels=shift_labels,
-                    num_items_in_batch=num_items_in_batch,
-                )
+        if has_targets:
+            loss = self._loss(hidden_states, logits, labels, shift_labels, num_items_in_batch)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -213,6 +202,15 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             **{CACHE_NAME: outputs.get(CACHE_NAME)},
         )
+
+    def _loss(self, hidden_states, logits, labels, shift_labels, num_items_in_batch):
+        """transformers' loss of the logits, or the same from the hidden states in chunks."""
+        if logits is not None:
+            counted = {"shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+            return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **counted)
+        targets = shift(labels) if shift_labels is None else shift_labels
+        count = (targets != IGNORE_INDEX).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        return self.lm_head(hidden_states, targets) / count
 
     @torch.no_grad()
     def token_losses(self, input_ids, shift_labels, **kwargs):
