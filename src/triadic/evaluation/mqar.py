@@ -1,0 +1,267 @@
+"""Multi-query associative recall: how many key-value pairs the state of a two-layer model holds (paper, Figure 1).
+
+A sequence is N pair tokens, then N query tokens. A pair is the embedding of a key next to that of a value; a query is
+the embedding of one of the keys next to zeros, every key once, in random order. Keys of a sequence are different,
+values are drawn independently. The loss is the cross-entropy over the whole vocabulary at the N query outputs, the
+accuracy the share of queries whose most probable token is the value that stood with the key.
+
+The model is the decoder of triadic.models with the plain third-order recurrence S_e <- S_e + k2_e k v^T: no
+convolution, activation, L2 norm, gate or delta rule; E = 1 keeps its second projections. Queries never write.
+"""
+
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from triadic.models import TriadicConfig, TriadicModel
+from triadic.models.losses import LanguageModelHead
+from triadic.models.mixers import TriadicLinearAttention
+
+TEST_SEED = 1_000_003  # of the held-out sequences; training draws with the run's seed
+
+
+@dataclasses.dataclass(frozen=True)
+class MqarConfig:
+    """One run: the paper's values, for N and E of your choice."""
+
+    pairs: int = 256  # N
+    slices: int = 8  # E
+    seed: int = 0
+    keys: int = 8192  # vocabulary: keys, then values
+    values: int = 8192
+    embedding_size: int = 64
+    hidden_size: int = 128  # twice the embedding: key next to value
+    intermediate_size: int = 384
+    layers: int = 2
+    heads: int = 4
+    head_dim: int = 16
+    steps: int = 50_000
+    tokens_per_step: int = 250_000
+    learning_rate: float = 1e-3
+    warmup_steps: int = 0
+    weight_decay: float = 0.1  # of matrices
+    growth_from: int = 32  # with growth_steps: N begins here and doubles, evenly over these steps, until it is `pairs`
+    growth_steps: int = 0
+    test_sequences: int = 3000
+    precision: Literal["bf16", "fp32"] = "bf16"  # bf16: autocast over fp32 weights
+
+    def __post_init__(self):
+        if self.hidden_size != 2 * self.embedding_size:
+            raise ValueError(
+                f"hidden_size ({self.hidden_size}) must be twice embedding_size ({self.embedding_size}): a token is "
+                "two embeddings side by side"
+            )
+        if self.pairs > self.keys:
+            raise ValueError(
+                f"pairs ({self.pairs}) must not exceed keys ({self.keys}): a sequence's keys are different"
+            )
+        if self.tokens_per_step < 2 * self.pairs:
+            raise ValueError(
+                f"tokens_per_step ({self.tokens_per_step}) must hold at least one sequence of {2 * self.pairs} tokens"
+            )
+
+
+def model_config(config: MqarConfig) -> TriadicConfig:
+    """The plain third-order recurrence as a model configuration."""
+    return TriadicConfig(
+        vocab_size=config.keys + config.values,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        linear_key_head_dim=config.head_dim,
+        linear_value_head_dim=config.head_dim,
+        linear_mixer="sgla",
+        linear_conv_kernel_dim=0,
+        linear_activation="none",
+        linear_qk_norm=False,
+        second_key_dim=config.slices,
+        second_key_activation="none",
+        decay_gate="none",
+        write_gate=False,
+        output_gate_activation="none",
+        output_gate_rank=None,
+    )
+
+
+class ReadOnlyQueries(TriadicLinearAttention):
+    """The mixer in which the second half of the tokens, the queries, writes nothing."""
+
+    def gates(self, x):
+        decay, _, output_gate = super().gates(x)
+        batch, length = x.shape[:2]
+        writes = torch.arange(length, device=x.device) < length // 2
+        writes = writes.to(torch.promote_types(x.dtype, torch.float32))
+        heads = self.config.linear_num_value_heads
+        return decay, writes[None, :, None].expand(batch, length, heads), output_gate
+
+
+class MqarModel(nn.Module):
+    """Embeddings of half the width, the decoder, and an untied head over the vocabulary."""
+
+    def __init__(self, config: MqarConfig):
+        super().__init__()
+        decoder_config = model_config(config)
+        self.decoder = TriadicModel(decoder_config)
+        for index, layer in enumerate(self.decoder.layers):
+            mixer = ReadOnlyQueries(decoder_config, index)
+            mixer.load_state_dict(layer.mixer.state_dict())
+            layer.mixer = mixer
+        self.decoder.set_input_embeddings(nn.Embedding(decoder_config.vocab_size, config.embedding_size))
+        self.head = LanguageModelHead(config.hidden_size, decoder_config.vocab_size, bias=False)
+        for weight in (self.decoder.get_input_embeddings().weight, self.head.weight):
+            nn.init.normal_(weight, std=decoder_config.initializer_range)
+
+    def forward(self, keys, values, queries):
+        """Hidden states [B, N, D] at the queries [B, N] to keys and values [B, N], all token ids."""
+        embed = self.decoder.get_input_embeddings()
+        pairs = torch.cat([embed(keys), embed(values)], dim=-1)  # [B, N, D]
+        asked = embed(queries)
+        asked = torch.cat([asked, torch.zeros_like(asked)], dim=-1)
+        tokens = torch.cat([pairs, asked], dim=1)  # [B, 2 N, D]
+        return self.decoder(inputs_embeds=tokens, use_cache=False).last_hidden_state[:, keys.shape[1] :]
+
+    def loss(self, keys, values, queries, answers):
+        """Mean cross-entropy of the answers [B, N] over the whole vocabulary, in nats."""
+        return self.head(self(keys, values, queries), answers) / answers.numel()
+
+
+def draw(config: MqarConfig, pairs: int, sequences: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """keys, values, queries, answers, each [sequences, pairs] int64 on the generator's device."""
+    device = generator.device
+
+    def ranks(choices: int) -> torch.Tensor:
+        return torch.rand(sequences, choices, generator=generator, device=device).argsort(dim=1)
+
+    keys = ranks(config.keys)[:, :pairs]
+    values = torch.randint(config.values, (sequences, pairs), generator=generator, device=device) + config.keys
+    order = ranks(pairs)
+    return keys, values, keys.gather(1, order), values.gather(1, order)
+
+
+def pairs_at(config: MqarConfig, step: int) -> int:
+    """N of a training step: constant, or doubling from growth_from over the first growth_steps."""
+    doublings = max(0, math.ceil(math.log2(config.pairs / config.growth_from)))
+    if step >= config.growth_steps or not doublings:
+        return config.pairs
+    return min(config.pairs, config.growth_from * 2 ** (step * doublings // config.growth_steps))
+
+
+def learning_rate_factor(config: MqarConfig, step: int) -> float:
+    """Linear warm-up, then a cosine to 0."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    return 0.5 * (1 + math.cos(math.pi * done))
+
+
+@torch.no_grad()
+def measure_accuracy(model: MqarModel, config: MqarConfig, device: torch.device) -> float:
+    """Share of right answers on the held-out sequences of this N."""
+    generator = torch.Generator(device).manual_seed(TEST_SEED)
+    at_once = max(1, min(config.tokens_per_step, 65_536) // (2 * config.pairs))
+    right = 0
+    for first in range(0, config.test_sequences, at_once):
+        sequences = min(at_once, config.test_sequences - first)
+        keys, values, queries, answers = draw(config, config.pairs, sequences, generator)
+        with _autocast(config, device):
+            logits = model.head(model(keys, values, queries))  # [b, N, V]
+        right += int((logits.argmax(-1) == answers).sum())
+    return right / (config.test_sequences * config.pairs)
+
+
+def train(
+    config: MqarConfig, device: str | torch.device = "cpu", on_log: Callable[[dict], None] | None = None
+) -> dict[str, Any]:
+    """Train one model and measure it: {"N", "E", "seed", "value": accuracy, "loss": last, "seconds", ...}.
+
+    `on_log` receives {"step", "pairs", "loss"} twenty times.
+    """
+    device = torch.device(device)
+    torch.manual_seed(config.seed)
+    model = MqarModel(config).to(device)
+    optimizer = torch.optim.AdamW(_groups(model, config), lr=config.learning_rate, betas=(0.9, 0.999))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(config, step))
+    generator = torch.Generator(device).manual_seed(config.seed)
+    start, tokens = time.perf_counter(), 0
+    for step in range(config.steps):
+        pairs = pairs_at(config, step)
+        sequences = config.tokens_per_step // (2 * pairs)
+        batch = draw(config, pairs, sequences, generator)
+        with _autocast(config, device):
+            loss = model.loss(*batch)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        tokens += sequences * 2 * pairs
+        if on_log and (step + 1) % max(1, config.steps // 20) == 0:
+            on_log({"step": step + 1, "pairs": pairs, "loss": loss.item()})
+    return {
+        "metric": "accuracy",
+        "N": config.pairs,
+        "E": config.slices,
+        "seed": config.seed,
+        "value": measure_accuracy(model, config, device),
+        "loss": loss.item(),
+        "steps": config.steps,
+        "tokens": tokens,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def _groups(model: MqarModel, config: MqarConfig) -> list[dict]:
+    """Weight decay for matrices, none for the norms."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    return [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def _autocast(config: MqarConfig, device: torch.device):
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
+
+
+def summarize(rows: list[dict[str, Any]], config: MqarConfig) -> Iterator[dict[str, Any]]:
+    """For each E of the accuracy rows: parameters, N at 50 % accuracy, and its ratio to that of half the E."""
+    capacities: dict[int, float] = {}
+    base = count_non_embedding(dataclasses.replace(config, slices=1))
+    for slices in sorted({row["E"] for row in rows}):
+        own = dataclasses.replace(config, slices=slices)
+        vocabulary = (config.keys + config.values) * (config.embedding_size + config.hidden_size)
+        yield {"metric": "params_m", "E": slices, "value": (count_non_embedding(own) + vocabulary) / 1e6}
+        yield {"metric": "non_embedding_ratio", "E": slices, "value": count_non_embedding(own) / base}
+        curve: dict[int, list[float]] = {}
+        for row in rows:
+            if row["E"] == slices:
+                curve.setdefault(row["N"], []).append(row["value"])
+        found = capacity({pairs: statistics.fmean(values) for pairs, values in curve.items()})
+        if found is None:
+            continue
+        capacities[slices] = found
+        yield {"metric": "capacity", "E": slices, "value": found}
+        if slices // 2 in capacities and slices % 2 == 0:
+            yield {"metric": "capacity_gain", "E": slices, "value": found / capacities[slices // 2]}
+
+
+def count_non_embedding(config: MqarConfig) -> int:
+    """Parameters without the embedding and the head."""
+    with torch.device("meta"):
+        decoder = TriadicModel(model_config(config))
+    return sum(p.numel() for p in decoder.parameters()) - decoder.get_input_embeddings().weight.numel()
+
+
+def capacity(curve: dict[int, float]) -> float | None:
+    """N at which accuracy falls through one half, interpolated in log N; None if the curve {N: accuracy} does not."""
+    points = sorted(curve.items())
+    for (low, above), (high, below) in itertools.pairwise(points):
+        if above >= 0.5 > below:
+            share = (above - 0.5) / (above - below)
+            return low * (high / low) ** share
+    return None

@@ -1,0 +1,205 @@
+"""The recall task and model against their definition, the grid's program, and a run that learns."""
+
+import dataclasses
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from triadic import settings
+from triadic.evaluation import mqar
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "figure1_mqar"
+TINY = mqar.MqarConfig(
+    pairs=8, slices=4, keys=32, values=32, embedding_size=32, hidden_size=64, intermediate_size=128, heads=2,
+    head_dim=4, steps=120, tokens_per_step=2048, learning_rate=4e-3, warmup_steps=20, test_sequences=100,
+    precision="fp32", growth_from=2, growth_steps=40,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def program():
+    spec = importlib.util.spec_from_file_location("mqar_run", RECIPE / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    model = mqar.MqarModel(dataclasses.replace(TINY, slices=3)).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def draw(sequences=3, pairs=8, seed=0):
+    return mqar.draw(TINY, pairs, sequences, torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("slices", "total", "ratio"), [(1, 3.51, 1.0), (16, 3.54, 1.08)])
+def test_parameters_are_the_papers(slices, total, ratio):
+    config = mqar.MqarConfig(slices=slices)
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in mqar.MqarModel(config).parameters())
+    assert round(count / 1e6, 2) == total
+    outside = count - 16_384 * (64 + 128)
+    assert outside == mqar.count_non_embedding(config)
+    base = mqar.count_non_embedding(mqar.MqarConfig(slices=1))
+    assert round(outside / base, 2) == ratio
+
+
+def test_a_sequence_asks_every_key_once_and_the_answer_stood_beside_it():
+    keys, values, queries, answers = draw(sequences=200)
+    assert keys.max() < TINY.keys <= values.min()
+    assert values.max() < TINY.keys + TINY.values
+    for k, v, q, a in zip(*(x.tolist() for x in (keys, values, queries, answers)), strict=True):
+        assert len(set(k)) == 8
+        assert sorted(q) == sorted(k)
+        assert [dict(zip(k, v, strict=True))[key] for key in q] == a
+    assert not torch.equal(keys, queries)
+    counts = torch.bincount(keys.flatten(), minlength=TINY.keys)  # 1600 draws of 32 keys: 50 +- 7 each
+    assert counts.min() > 20
+    assert counts.max() < 90
+
+
+def test_model_is_the_plain_recurrence(model):
+    """Two layers written token by token: S_e += k2_e k v^T at pairs, nothing at queries; RMSNorm on the read-out."""
+    keys, values, queries, _ = draw()
+    weights = dict(model.named_parameters())
+    heads, size, slices = 2, 4, 3
+
+    def norm(x, weight):
+        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+    embed = weights["decoder.embed_tokens.weight"]
+    pair = torch.cat([embed[keys], embed[values]], dim=-1)
+    asked = torch.cat([embed[queries], torch.zeros_like(embed[queries])], dim=-1)
+    x = torch.cat([pair, asked], dim=1)
+    for i in range(2):
+        w = {n.split(f"layers.{i}.")[1]: p for n, p in weights.items() if f"layers.{i}." in n}
+        u = norm(x, w["input_layernorm.weight"]) @ w["mixer.in_proj_qkv.weight"].T
+        q, k, v, q2, k2 = u.split([heads * size] * 3 + [heads * slices] * 2, dim=-1)
+        q, k, v, q2, k2 = (t.unflatten(-1, (heads, -1)) for t in (q, k, v, q2, k2))
+        state = x.new_zeros(len(x), heads, slices, size, size)
+        reads = []
+        for t in range(x.shape[1]):
+            if t < x.shape[1] // 2:
+                state = state + torch.einsum("bhe,bhk,bhv->bhekv", k2[:, t], k[:, t], v[:, t])
+            reads.append(torch.einsum("bhe,bhk,bhekv->bhv", q2[:, t], q[:, t], state) / math.sqrt(size))
+        o = norm(torch.stack(reads, 1), w["mixer.o_norm.weight"]).flatten(2)
+        x = x + o @ w["mixer.o_proj.weight"].T
+        u = norm(x, w["post_attention_layernorm.weight"])
+        gate = torch.nn.functional.silu(u @ w["mlp.gate_proj.weight"].T)
+        x = x + (gate * (u @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+    expected = norm(x, weights["decoder.norm.weight"])[:, 8:]
+    torch.testing.assert_close(model(keys, values, queries), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_queries_do_not_hear_each_other(model):
+    keys, values, queries, _ = draw()
+    permuted = model(keys, values, queries.flip(1)).flip(1)
+    torch.testing.assert_close(permuted, model(keys, values, queries), rtol=1e-9, atol=1e-9)
+
+
+def test_loss_and_accuracy_span_the_whole_vocabulary(model):
+    batch = draw()
+    logits = model.head(model(*batch[:3]))
+    assert logits.shape == (3, 8, TINY.keys + TINY.values)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[3].flatten())
+    torch.testing.assert_close(model.loss(*batch), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_n_grows_by_doubling():
+    config = dataclasses.replace(TINY, pairs=16, growth_from=2, growth_steps=30)
+    assert [mqar.pairs_at(config, step) for step in (0, 9, 10, 19, 20, 29, 30, 99)] == [2, 2, 4, 4, 8, 8, 16, 16]
+    constant = dataclasses.replace(config, growth_steps=0)
+    assert {mqar.pairs_at(constant, step) for step in range(50)} == {16}
+
+
+def test_learning_rate_warms_up_and_ends_at_zero():
+    factors = [mqar.learning_rate_factor(TINY, step) for step in range(TINY.steps + 1)]
+    assert factors[0] == pytest.approx(1 / 20)
+    assert max(factors) == factors[20] == 1.0
+    assert factors[70] == pytest.approx(0.5)
+    assert factors[-1] == pytest.approx(0.0)
+
+
+def test_capacity_is_where_the_curve_crosses_one_half():
+    assert mqar.capacity({32: 1.0, 64: 0.75, 128: 0.25, 256: 0.0}) == pytest.approx(64 * math.sqrt(2))
+    assert mqar.capacity({32: 1.0, 64: 0.9}) is None
+    assert mqar.capacity({32: 0.2, 64: 0.1}) is None
+
+
+def test_summary_gives_capacity_and_gain_for_each_e():
+    rows = [
+        {"metric": "accuracy", "E": e, "N": n, "seed": s, "value": min(1.0, 32 * e / n) ** 2}
+        for e in (1, 2, 4)
+        for n in (32, 64, 128, 256)
+        for s in (0, 1)
+    ]
+    found = {(row["metric"], row["E"]): row["value"] for row in mqar.summarize(rows, mqar.MqarConfig())}
+    assert found["capacity", 2] == pytest.approx(2 * found["capacity", 1])
+    assert found["capacity_gain", 4] == pytest.approx(2.0)
+    assert ("capacity_gain", 1) not in found
+    assert found["params_m", 1] == pytest.approx(3.51, abs=0.005)
+
+
+def test_a_larger_state_recalls_more():
+    """Trained alike on eight pairs, four slices of 4 x 4 in two heads hold them and one slice does not."""
+    large = mqar.train(TINY)["value"]
+    small = mqar.train(dataclasses.replace(TINY, slices=1))["value"]
+    assert large > 0.9
+    assert small < 0.82
+
+
+def test_program_fills_a_grid_and_goes_on_where_it_stopped(program, tmp_path):
+    grid = settings.load(program.Grid, RECIPE / "smoke.yaml")
+    output = tmp_path / "mqar.json"
+    first = program.run(dataclasses.replace(grid, slices=[1], pairs=[2]), output, "test")
+    assert [row["E"] for row in first["rows"] if row["metric"] == "accuracy"] == [1]
+    kept = json.loads(output.read_text())["rows"][0]
+    whole = program.run(dataclasses.replace(grid, pairs=[2]), output, "test")
+    accuracy = [row for row in whole["rows"] if row["metric"] == "accuracy"]
+    assert accuracy[0] == kept
+    assert [(row["N"], row["E"]) for row in accuracy] == [(2, 1), (2, 2)]
+    other = dataclasses.replace(grid, training=dataclasses.replace(grid.training, steps=4))
+    with pytest.raises(ValueError, match="another configuration"):
+        program.run(other, output, "test")
+
+
+@pytest.mark.slow
+def test_program_runs_several_processes(tmp_path):
+    output = tmp_path / "mqar.json"
+    arguments = ["--config", str(RECIPE / "smoke.yaml"), "--output", str(output), "processes=2"]
+    subprocess.run([sys.executable, str(RECIPE / "run.py"), *arguments], check=True)
+    found = {(row["N"], row["E"]) for row in json.loads(output.read_text())["rows"] if row["metric"] == "accuracy"}
+    assert found == {(2, 1), (2, 2), (4, 1), (4, 2)}
+
+
+@pytest.mark.parametrize("scale", ["paper", "small", "smoke"])
+def test_grids_load(scale, program):
+    grid = settings.load(program.Grid, RECIPE / f"{scale}.yaml")
+    assert len(grid.runs()) == len(grid.pairs) * len(grid.slices) * grid.seeds
+    if scale == "paper":
+        assert (len(grid.runs()), grid.training) == (1000, mqar.MqarConfig())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 100}, "twice embedding_size"),
+        ({"pairs": 33}, "must not exceed keys"),
+        ({"tokens_per_step": 15}, "at least one sequence of 16"),
+    ],
+)
+def test_impossible_tasks_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TINY, **changes)
