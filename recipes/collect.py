@@ -20,6 +20,7 @@ import re
 import shutil
 import statistics
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ def draw(expected: dict, table: dict, found: list[Row], path: Path) -> None:
             {"points": draw_points, "bars": draw_bars}[kind](axis, spec, panel, expected)
             axis.set_title(title)
         axis.grid(alpha=0.3)
-    figure.suptitle(expected["title"])
+    figure.suptitle(textwrap.fill(expected["title"], 60 * len(panels)))
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -249,7 +250,10 @@ def draw_curves(axis, panel: dict, found: list[Row]) -> None:
             xs, [min(points[x]) for x in xs], [max(points[x]) for x in xs], color=line.get_color(), alpha=0.15
         )
     axis.set(xlabel=panel["xlabel"], ylabel=panel["ylabel"])
-    axis.set(xscale="log" if panel.get("logx") else "linear", yscale="log" if panel.get("logy") else "linear")
+    axis.set(yscale="log" if panel.get("logy") else "linear")
+    if panel.get("logx"):
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:.0f}")
     axis.legend(fontsize="small")
 
 

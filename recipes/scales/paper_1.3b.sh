@@ -1,6 +1,8 @@
-# The paper's 1.3B models: 65B tokens of FineWeb-Edu, then 6.8B at 64k. 8 GPUs of 80 GB.
-SCALE=paper MODELS=configs/model SETTINGS=recipes/scales/paper PRETRAIN=pretrain_1.3b EXTEND=extend_1.3b
-LAUNCH="--multi_gpu --num_processes 8 --num_machines 1 --mixed_precision no --dynamo_backend no"
+# The paper's 1.3B models: 65B tokens of FineWeb-Edu, then 6.8B at 64k. 8 GPUs of 80 GB. Its stores stand beside those of
+# the 400M models.
+SCALE=paper MODELS=configs/model SETTINGS=recipes/scales/paper LAUNCH=configs/accelerate/ddp_8gpu.yaml
+PRETRAIN="configs/train/gdn_1.3b.yaml data.train=data/fineweb_edu_65b/train data.validation=data/fineweb_edu_65b/validation"
+EXTEND="configs/train/gdn_1.3b_extend64k.yaml data.train=data/extend64k_7b/train"
 . recipes/scales/stages.sh
 
 prepare() {

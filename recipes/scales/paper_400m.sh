@@ -1,6 +1,7 @@
 # The paper's 400M models: 20B tokens of FineWeb-Edu, then 2B at 64k. 8 GPUs of 80 GB.
-SCALE=paper MODELS=configs/model SETTINGS=recipes/scales/paper PRETRAIN=pretrain_400m EXTEND=extend_400m
-LAUNCH="--multi_gpu --num_processes 8 --num_machines 1 --mixed_precision no --dynamo_backend no"
+SCALE=paper MODELS=configs/model SETTINGS=recipes/scales/paper LAUNCH=configs/accelerate/ddp_8gpu.yaml
+PRETRAIN=configs/train/gdn_400m.yaml
+EXTEND=configs/train/gdn_400m_extend64k.yaml
 . recipes/scales/stages.sh
 
 prepare() {

@@ -1,21 +1,22 @@
 # The stages of a run as shell functions, sourced by scales/*.sh, which say where the settings of a scale stand:
 #   SCALE     name: runs lie in runs/$SCALE
 #   MODELS    folder of the architectures
-#   SETTINGS  folder with $PRETRAIN.yaml, $EXTEND.yaml, eval.yaml and analyse.yaml
-#   LAUNCH    arguments of accelerate launch
+#   SETTINGS  folder with eval.yaml and analyse.yaml
+#   PRETRAIN, EXTEND  training settings: a file, and what to change in it
+#   LAUNCH    settings of accelerate
 # A RUN is a folder with pretrain/, extend/, evaluation/; a finished stage is not run again, a killed one resumes.
 
 pretrain() { # RUN MODEL [a.b=value ...]
     run=runs/$SCALE/$1 architecture=$MODELS/$2.json
     shift 2
-    accelerate launch $LAUNCH scripts/pretrain.py --config "$SETTINGS/$PRETRAIN.yaml" \
+    accelerate launch --config_file "$LAUNCH" scripts/pretrain.py --config $PRETRAIN \
         model.config="$architecture" run.output_dir="$run/pretrain" "$@"
 }
 
 extend() { # RUN [a.b=value ...]: longer windows, weights only, new optimizer
     run=runs/$SCALE/$1
     shift
-    accelerate launch $LAUNCH scripts/pretrain.py --config "$SETTINGS/$EXTEND.yaml" \
+    accelerate launch --config_file "$LAUNCH" scripts/pretrain.py --config $EXTEND \
         model.config="$run/pretrain/final" model.init_from="$run/pretrain/final" run.output_dir="$run/extend" "$@"
 }
 

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from triadic import settings
 from triadic.data import DataConfig
@@ -20,9 +21,10 @@ NAMES = [f"{script.parent.name}/{script.stem}" for script in SCRIPTS]
 def split(call):
     """(script, its arguments, processes it is launched with) of one noted command."""
     words = call[1:]
-    processes = int(words[words.index("--num_processes") + 1]) if "--num_processes" in words else 1
+    processes = 1
     if call[0] == "accelerate":
-        assert words[0] == "launch"
+        assert words[:2] == ["launch", "--config_file"]
+        processes = yaml.safe_load((ROOT / words[2]).read_text())["num_processes"]
         words = words[next(i for i, word in enumerate(words) if word.endswith(".py")) :]
     return words[0], words[1:], processes
 
@@ -114,6 +116,7 @@ def test_each_row_of_the_table_is_measured(script, calls, root):
 
 
 def test_every_recipe_has_its_parts():
+    assert len(RECIPES) == 8
     for recipe in RECIPES:
         readme = (recipe / "README.md").read_text()
         for scale in SCALES:
