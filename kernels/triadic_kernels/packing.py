@@ -55,23 +55,32 @@ def chunk_table(lengths: list[int], chunk: int, device: torch.device) -> ChunkTa
 
 
 def to_chunks(x: Tensor, table: ChunkTable, heads: int) -> Tensor:
-    """Tokens to chunks: [tokens, H, D] -> [chunks, heads, C, D], head h from head h // (heads / H), padding zero."""
+    """[tokens, H, D] -> [chunks * heads, C, D]: head h from head h // (heads / H), padding zero."""
     H, D = x.shape[1:]
     chunks, chunk = table.token.shape
     head = torch.arange(heads, device=x.device) // (heads // H)
     rows = table.token[:, None] * H + head[:, None]  # [chunks, heads, C]
     y = x.flatten(0, 1).index_select(0, rows.flatten()).view(chunks, heads, chunk, D)
     y[table.padding[0], :, table.padding[1]] = 0
-    return y
+    return y.flatten(0, 1)
 
 
-def from_chunks(x: Tensor, table: ChunkTable) -> Tensor:
-    """Chunks to tokens: [chunks, heads, C, D] -> [tokens, heads, D]."""
-    _, heads, chunk, D = x.shape
-    rows = ((table.slot // chunk) * heads * chunk + table.slot % chunk)[:, None] + torch.arange(
-        heads, device=x.device
-    ) * chunk
-    return x.flatten(0, 2).index_select(0, rows.flatten()).view(-1, heads, D)
+def from_chunks(x: Tensor, table: ChunkTable, heads: int) -> Tensor:
+    """[chunks * heads, C, D] -> [tokens, heads, D]."""
+    _, chunk, D = x.shape
+    first = (table.slot // chunk) * heads * chunk + table.slot % chunk  # [tokens] in head 0
+    rows = first[:, None] + torch.arange(heads, device=x.device) * chunk
+    return x.flatten(0, 1).index_select(0, rows.flatten()).view(-1, heads, D)
+
+
+def by_length(h: Tensor, table: ChunkTable) -> Tensor:
+    """States [N, HV, E, K, V] -> [N * HV, E * K, V] in the order of the chunk table; a copy."""
+    return h.index_select(0, table.order).flatten(2, 3).flatten(0, 1)
+
+
+def as_given(S: Tensor, table: ChunkTable, shape: tuple[int, ...]) -> Tensor:
+    """States [N * HV, E * K, V] in the order of the chunk table -> [N, HV, E, K, V] as documents stand."""
+    return S.view(shape).index_select(0, table.order.argsort())
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:

@@ -169,9 +169,12 @@ def test_uninitialised_memory_is_never_read(inputs, gradients, monkeypatch):
     torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
     try:
         results = gradients(chunk_triadic, x, cu_seqlens=cu_seqlens)
+        arguments = (*(x[name].detach() for name in POSITIONAL), cu_seqlens, 0.5, True, True, True, "torch", False)
+        outputs = torch.ops.triadic_kernels.chunk_forward(*arguments)
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(results[name], expected[name]) for name in expected)
+    assert all(y.isfinite().all() for y in outputs), "what is kept for the backward is defined to the last row"
 
 
 def test_importing_a_module_twice_leaves_both_working(inputs, gradients, close, tolerance):

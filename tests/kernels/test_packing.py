@@ -43,9 +43,9 @@ def test_chunk_table(lengths):
             row += 1
     assert row == len(table.token)
     tokens = torch.arange(1.0, 1 + 2 * sum(lengths)).view(-1, 2, 1)
-    chunks = to_chunks(tokens, table, 4)
+    chunks = to_chunks(tokens, table, 4)  # two heads become four
     assert chunks.sum() == 2 * tokens.sum(), "padding is zero and every head is repeated"
-    assert torch.equal(from_chunks(chunks, table), tokens.repeat_interleave(2, 1))
+    assert torch.equal(from_chunks(chunks, table, 4), tokens.repeat_interleave(2, 1))
 
 
 def test_chunks_of_a_batch_are_counted_exactly():
