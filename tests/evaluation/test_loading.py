@@ -56,7 +56,9 @@ def test_unreachable_hub(monkeypatch):
         raise OSError("no\nnetwork.")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
-    with pytest.raises(ValueError, match=r"no folder runs/absent here, and the hub gives no model of that name \(no network\)"):
+    with pytest.raises(
+        ValueError, match=r"no folder runs/absent here, and the hub gives no model of that name \(no network\)"
+    ):
         loading.find_checkpoint("runs/absent")
 
 

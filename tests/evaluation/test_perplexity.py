@@ -71,6 +71,48 @@ def test_equals_a_loop_over_whole_logits(hf_folder, data, tmp_path):
         assert row["value"] == pytest.approx(losses[:, low:high].mean(), rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("model", "buckets"),
+    [
+        ("llama", [0, 16, 40, 96]),
+        ("llama", [0, 8, 32, 64, 96]),
+        ("llama", [0, 30, 50, 96]),
+        ("triadic_hf", [0, 30, 60, 96]),
+    ],
+)
+def test_the_same_tokens_with_their_context_cut(model, data, tmp_path, buckets, request):
+    """Each token of the last bucket alone, after exactly the tokens that its place in the bucket leaves it."""
+    hf_folder = request.getfixturevalue(model)
+    rows = measure(hf_folder, suite(data, buckets=buckets, same_tokens=True, max_windows=3), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(hf_folder).eval()
+    documents = open_documents(data / "validation", loading.load_checkpoint(str(hf_folder)).tokenizer)
+    windows = full_windows(documents, WINDOW, most=3)
+    tokens = [
+        torch.from_numpy(documents.read(w.document, w.start, w.start + WINDOW + 1).astype(np.int64)) for w in windows
+    ]
+
+    def loss(window, position, context):
+        with torch.no_grad():
+            logits = model(tokens[window][None, position + 1 - context : position + 1]).logits[0, -1].double()
+        return -logits.log_softmax(-1)[tokens[window][position + 1]].item()
+
+    begin = buckets[-2]
+    found = [row for row in rows if row["metric"] == "perplexity"]
+    means = []
+    for row in found:
+        low, high = row["position"]
+        contexts = [low + (t - begin) % (high - low) + 1 for t in range(begin, WINDOW)]
+        values = [[loss(n, begin + i, context) for i, context in enumerate(contexts)] for n in range(3)]
+        means.append(np.mean(values, axis=1))
+        assert row["value"] == pytest.approx(math.exp(np.mean(values)), rel=1e-5)
+        assert row["tokens_scored"] == 3 * (WINDOW - begin)
+    gain = next(row for row in rows if row["metric"] == "context_gain")
+    owners = np.array([w.document for w in windows])
+    assert (gain["value"], gain["se"]) == pytest.approx(
+        perplexity.clustered_mean(means[0] - means[-1], owners), rel=1e-4
+    )
+
+
 def test_standard_errors_are_over_documents(llama, data, tmp_path):
     rows = measure(llama, suite(data), tmp_path)
     losses, owners = by_hand(llama, data)
@@ -222,8 +264,9 @@ def test_window_beyond_the_model_is_refused(llama, data, tmp_path):
             "data": {"validation": str(tmp_path / "long.txt")},
         },
     )
+    context = Context(loading.load_checkpoint(str(llama)), config, Journal(tmp_path / "out", {}))
     with pytest.raises(ValueError, match=r"window is 4096 tokens, but .* takes at most 2048"):
-        measure(llama, config, tmp_path / "out")
+        perplexity.check(context, config.perplexity)
 
 
 def test_store_of_another_tokenizer_is_refused(llama, data, tmp_path):

@@ -130,10 +130,10 @@ def test_a_nominal_length_at_the_models_limit_fits(llama):
 def test_lengths_beyond_the_model_and_unknown_tasks_are_refused(llama, tmp_path):
     here = context(llama, {"lengths": [1024, 4096]}, tmp_path)
     with pytest.raises(ValueError, match=r"ruler.lengths has \[4096\], but .* takes at most 2048"):
-        ruler.measure(here, here.suite.ruler)
+        ruler.check(here, here.suite.ruler)
     here = context(llama, {"lengths": [1024], "tasks": ["niah_single_9"]}, tmp_path)
     with pytest.raises(ValueError, match="unknown ruler tasks niah_single_9"):
-        ruler.measure(here, here.suite.ruler)
+        ruler.check(here, here.suite.ruler)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 import importlib.util
 import json
+import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -138,6 +141,7 @@ def test_the_folder_of_another_evaluation_is_refused(finished, run_folder, llama
     with pytest.raises(ValueError, match="another checkpoint"):
         evaluate(str(llama), tiny(), folder)
     assert (folder / "evaluation.json").read_text() == before
+    assert list(tmp_path.iterdir()) == []
     claimed = journal.Journal(tmp_path, {"checkpoint": 1})
     claimed.once("a", lambda: 1)
     with pytest.raises(ValueError, match="another checkpoint"):
@@ -158,15 +162,45 @@ def test_checks(least):
     assert [round(check["value"], 9) for check in found] == [1.25, 3.0, 0.875]
     assert all(check["passed"] == (least < 0) for check in found)
     assert suite.checks(rows, config.ChecksConfig()) == []
-    with pytest.raises(ValueError, match="needs the part that measures it"):
-        suite.checks([], wanted)
+    (lonely,) = suite.checks([rows[0] | {"se": None}], config.ChecksConfig(min_context_gain=0.0))
+    assert (lonely["value"], lonely["passed"]) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"sample": None}, "checks.min_word_share needs word_share, which sample measures"),
+        (
+            {"perplexity": TREE["perplexity"] | {"unigram": False}},
+            "checks.min_gain_over_unigram needs gain_over_unigram",
+        ),
+        (
+            {"perplexity": None, "ruler": None, "sample": None},
+            "has no part; give at least one of perplexity, ruler, sample",
+        ),
+        ({"sample": {"temperature": -1.0}}, "temperature must be >= 0"),
+        ({"rular": {}}, "did you mean ruler"),
+        ({"model": {"dtype": "float8"}}, "model.dtype must be one of"),
+    ],
+)
+def test_suites_that_make_no_sense(sections, message):
+    with pytest.raises(settings.SettingsError, match=message):
+        tiny(**sections)
 
 
 def test_text_is_needed_outside_a_run(llama, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"lies in no run folder, so its validation text is unknown; give data.validation"
-    ):
-        evaluate(str(llama), tiny(), tmp_path)
+    with pytest.raises(ValueError, match=r"lies in no run folder, so its validation text is unknown; give data.valid"):
+        evaluate(str(llama), tiny(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_part_is_checked_before_the_first_is_measured(run_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("triadic.evaluation.perplexity.measure", lambda *_: pytest.fail("measured"))
+    with pytest.raises(ValueError, match="unknown ruler tasks niah"):
+        evaluate(str(run_folder), tiny(ruler={"lengths": [512], "tasks": ["niah"]}), tmp_path / "out")
+    with pytest.raises(ValueError, match="holds no complete token store"):
+        evaluate(str(run_folder), tiny(data={"train": str(tmp_path)}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "eval").glob("*.yaml")), ids=lambda path: path.stem)
@@ -232,3 +266,31 @@ def test_eval_sh_passes_everything_on(tmp_path, monkeypatch):
     script, *rest = out.splitlines()
     assert Path(script).resolve() == ROOT / "scripts" / "evaluate.py"
     assert rest == given
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_rows_of_one(finished, run_folder, tmp_path):
+    """Windows and samples are dealt out over processes; the rows are the same."""
+    folder, results = finished
+    (tmp_path / "tiny.yaml").write_text(json.dumps(TREE))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "scripts" / "evaluate.py"), str(run_folder), "--suite", str(tmp_path / "tiny.yaml")]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, "--output", str(tmp_path / "two")], check=True, env=environment, timeout=600)
+    assert json.loads((tmp_path / "two" / "results.json").read_text())["rows"] == results["rows"]
+
+
+@pytest.mark.slow
+def test_sigkill_at_any_moment_loses_only_the_step_in_hand(finished, run_folder, tmp_path):
+    folder, results = finished
+    (tmp_path / "tiny.yaml").write_text(json.dumps(TREE))
+    command = [sys.executable, str(ROOT / "scripts" / "evaluate.py"), str(run_folder)]
+    command += ["--suite", str(tmp_path / "tiny.yaml"), "--output", str(tmp_path / "out")]
+    for steps in (1, 3):
+        process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        while process.poll() is None and len(list(tmp_path.glob("out/steps/*.json"))) < steps:
+            time.sleep(0.02)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    subprocess.run(command, check=True, timeout=600)
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["rows"] == results["rows"]

@@ -37,6 +37,7 @@ class PerplexityConfig:
 
     window: int  # tokens a window feeds to the model; it scores as many
     buckets: list[int]  # rising edges of the position buckets, from 0 to `window`
+    same_tokens: bool = False  # score every bucket on the last bucket's tokens, with their context cut
     curve_points: int = 40  # at most so many geometric bins in the loss-by-position curve
     max_windows: int | None = None  # keep so many, evenly spaced; null: all
     unigram: bool = True  # score the training store's unigram distribution on the same tokens
@@ -92,6 +93,13 @@ class ChecksConfig:
     min_word_share: float | None = None
 
 
+CHECKS = {  # field -> (the metric it looks at, the part that measures it, what it is)
+    "min_gain_over_unigram": ("gain_over_unigram", "perplexity", "held-out loss below a unigram model's, nats a token"),
+    "min_context_gain": ("context_gain", "perplexity", "loss drop from the first to the last bucket, standard errors"),
+    "min_word_share": ("word_share", "sample", "share of the words written that occur in the corpus"),
+}
+
+
 @dataclass(frozen=True)
 class SuiteConfig:
     """One file of configs/eval/: the parts are measured in the order of the fields below."""
@@ -107,6 +115,11 @@ class SuiteConfig:
     def __post_init__(self):
         if not self.parts():
             raise ValueError(f"the suite {self.name} has no part; give at least one of {', '.join(PARTS)}")
+        for check, (metric, part, _) in CHECKS.items():
+            section = getattr(self, part)
+            unigram = metric != "gain_over_unigram" or getattr(section, "unigram", False)
+            if getattr(self.checks, check) is not None and not (section and unigram):
+                raise ValueError(f"checks.{check} needs {metric}, which {part} measures; ask for it, or drop the check")
 
     def parts(self) -> dict[str, object]:
         """The sections this suite asks for, by name."""

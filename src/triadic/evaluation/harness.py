@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
@@ -60,11 +61,7 @@ class TriadicLM(HFLM):
         self.add_bos = adds_bos(found.tokenizer) if config.add_bos is None else config.add_bos
         if self.add_bos and found.tokenizer.bos_token_id is None:
             raise ValueError(f"model.add_bos asks for a BOS, but the tokenizer of {found.name} has none")
-        if world_size() > 1:
-            from accelerate import Accelerator
-
-            self.accelerator = Accelerator()
-            self._rank, self._world_size = rank(), world_size()
+        self._rank, self._world_size = rank(), world_size()
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Ids of a text, after one BOS if `add_special_tokens` (None: this wrapper's add_bos) says so."""
@@ -173,6 +170,16 @@ class TriadicLM(HFLM):
             size = max(1, min(self.most_sequences, self.most_tokens // lengths[order[0]]))
             yield order[:size]
             order = order[size:]
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One entry of each process: [...] -> [processes, ...]"""
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(parts, tensor)
+        return torch.stack(parts)
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
 
     def get_model_info(self) -> dict[str, Any]:
         return self.checkpoint.facts()

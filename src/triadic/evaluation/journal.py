@@ -19,13 +19,20 @@ class Journal:
 
     def __init__(self, folder: str | Path, identity: dict[str, Any], overwrite: bool = False):
         self.folder = Path(folder)
-        share(_claim, self.folder, json.loads(json.dumps(identity)), overwrite)
+        self.identity = json.loads(json.dumps(identity))
+        self.overwrite = overwrite
+        self.claimed = False  # the folder is made and marked with the first step, so that bad input leaves no trace
+        if not overwrite:
+            share(_check, self.folder, self.identity)
 
     def once(self, step: str, compute: Callable[[], Any]) -> Any:
         """The JSON value of `compute()`, from disk if this step was finished before.
 
         In a job of several processes all of them compute, the first one's value counts, and every one returns it.
         """
+        if not self.claimed:
+            share(_claim, self.folder, self.identity, self.overwrite)
+            self.claimed = True
         path = self.folder / "steps" / (re.sub(r"[^\w.-]+", "-", step) + ".json")
         if share(path.is_file):
             return share(lambda: json.loads(path.read_text()))
@@ -34,12 +41,9 @@ class Journal:
         return share(lambda: json.loads(path.read_text()))
 
 
-def _claim(folder: Path, identity: dict, overwrite: bool) -> None:
-    """Mark a folder as this evaluation's, or raise ValueError if it is another's."""
+def _check(folder: Path, identity: dict) -> None:
+    """Raise ValueError if the folder is another evaluation's."""
     path = folder / "evaluation.json"
-    if overwrite:
-        for old in [path, *(folder / "steps").glob("*.json")]:
-            old.unlink(missing_ok=True)
     if path.is_file():
         other = json.loads(path.read_text())
         differs = [key for key in identity if other.get(key) != identity[key]]
@@ -50,8 +54,15 @@ def _claim(folder: Path, identity: dict, overwrite: bool) -> None:
             )
     elif (folder / "steps").exists() and any((folder / "steps").iterdir()):
         raise ValueError(f"{folder} holds steps of an unknown evaluation; choose another --output or use --overwrite")
-    else:
-        write_json(path, identity)
+
+
+def _claim(folder: Path, identity: dict, overwrite: bool) -> None:
+    """Mark the folder as this evaluation's; `overwrite` forgets what lies there."""
+    if overwrite:
+        for old in [folder / "evaluation.json", *(folder / "steps").glob("*.json")]:
+            old.unlink(missing_ok=True)
+    _check(folder, identity)
+    write_json(folder / "evaluation.json", identity)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -2,11 +2,18 @@
 
 A window is `window + 1` consecutive tokens of one document; its first `window` tokens are the input and its last
 `window` the targets, so position p is scored after p + 1 tokens of context and every window scores exactly `window`
-targets. A bucket's perplexity is exp of the mean loss over all its targets. Every standard error is over documents
-(windows of one document are not independent): with x_i the value of window i and m their mean,
-SE^2 = G / (G - 1) * sum over documents of (sum over its windows of (x_i - m))^2 / n^2, for G documents, n windows.
+targets. A bucket's perplexity is exp of its mean loss.
+
+Buckets hold the tokens that happen to lie there, which needs many windows to even out (and a document's opening is
+easier than its middle). With `same_tokens` every bucket is scored on the same targets, those of the last bucket: for a
+bucket [a, b) the targets are cut into runs of b - a tokens, each with just the a + 1 tokens before it as context.
+
+Every standard error is over documents (windows of one document are not independent): with x_i the value of window i
+and m their mean, SE^2 = G / (G - 1) * sum over documents of (sum over its windows of (x_i - m))^2 / n^2, for G
+documents and n windows. Differences are taken within each window first.
 """
 
+import functools
 import itertools
 import math
 from typing import TYPE_CHECKING, Any
@@ -19,42 +26,48 @@ from triadic.data import TokenStore
 from triadic.evaluation.config import ModelConfig, PerplexityConfig
 from triadic.evaluation.documents import Documents, Window, full_windows, open_documents, own_store
 from triadic.evaluation.journal import gather, rank, world_size
-from triadic.evaluation.loading import Checkpoint, load_checkpoint
+from triadic.evaluation.loading import Checkpoint, find_checkpoint, load_checkpoint
 from triadic.evaluation.scoring import token_losses
 
 if TYPE_CHECKING:
     from triadic.evaluation.suite import Context
 
 
-def measure(context: "Context", config: PerplexityConfig) -> list[dict[str, Any]]:
-    """The rows of this part: perplexity by bucket, loss by position, the drop between buckets, loss over unigram.
+def check(context: "Context", config: PerplexityConfig) -> None:
+    """Raise ValueError unless the model takes the window, and the texts are there and have a full window."""
+    _check_length(context.checkpoint, config.window)
+    _windows(context, config)
+    if config.unigram:
+        own_store(context.data("train"), context.checkpoint.tokenizer)
+    if config.baseline is not None:
+        find_checkpoint(config.baseline)
 
-    Raises ValueError if the window is longer than the model can take or there is no full window.
-    """
-    documents = open_documents(context.data("validation"), context.checkpoint.tokenizer, context.suite.data.column)
-    windows = full_windows(documents, config.window, config.max_windows)
+
+def measure(context: "Context", config: PerplexityConfig) -> list[dict[str, Any]]:
+    """The rows of this part: perplexity by bucket, loss by position, the drop between buckets, loss over unigram."""
+    documents, windows = _windows(context, config)
     unigram = None
     if config.unigram:
         store = own_store(context.data("train"), context.checkpoint.tokenizer)
         unigram = unigram_losses(store, context.checkpoint.model.get_output_embeddings().weight.shape[0])
-    table = _table(context, "perplexity", context.checkpoint, documents, windows, config, unigram)
-    rows = _rows(table, windows, config)
+    found = _measured(context, "perplexity", context.checkpoint, documents, windows, config, unigram)
+    rows = _rows(found, windows, config)
     if config.baseline is not None:
         rows += _baseline_rows(context, documents, windows, config)
     return rows
 
 
-def window_losses(
-    checkpoint: Checkpoint, documents: Documents, windows: list[Window], length: int, batch: int = 1
-) -> tuple[np.ndarray, np.ndarray]:
-    """Losses and targets of windows: ([n, length] float64 nats, [n, length] int64)."""
-    losses, targets = [], []
-    for first in range(0, len(windows), batch):
-        tokens = np.stack([documents.read(w.document, w.start, w.start + length + 1) for w in windows[first:][:batch]])
-        ids = torch.from_numpy(tokens.astype(np.int64)).to(checkpoint.model.device)  # [b, length + 1]
-        losses.append(token_losses(checkpoint.model, ids[:, :-1].contiguous(), ids[:, 1:].contiguous()).double().cpu())
-        targets.append(ids[:, 1:].cpu())
-    return torch.cat(losses).numpy(), torch.cat(targets).numpy()
+def _check_length(checkpoint: Checkpoint, window: int) -> None:
+    if checkpoint.max_length is not None and window > checkpoint.max_length:
+        raise ValueError(
+            f"perplexity.window is {window} tokens, but {checkpoint.name} takes at most {checkpoint.max_length}; "
+            "lower it, or raise model.max_length if the model can extrapolate"
+        )
+
+
+def _windows(context: "Context", config: PerplexityConfig) -> tuple[Documents, list[Window]]:
+    documents = open_documents(context.data("validation"), context.checkpoint.tokenizer, context.suite.data.column)
+    return documents, full_windows(documents, config.window, config.max_windows)
 
 
 def unigram_losses(store: TokenStore, vocabulary: int) -> np.ndarray:
@@ -89,12 +102,33 @@ def curve_edges(window: int, points: int) -> list[int]:
     return [0, *np.unique(np.geomspace(1, window, points).round().astype(int)).tolist()]
 
 
-def _cells(config: PerplexityConfig) -> np.ndarray:
-    """Edges of the finest cells that buckets and curve are made of."""
-    return np.unique([*config.buckets, *curve_edges(config.window, config.curve_points)])
+def bucket_losses(
+    checkpoint: Checkpoint, ids: torch.Tensor, losses: torch.Tensor, buckets: list[int], same_tokens: bool
+) -> torch.Tensor:
+    """Mean loss of each bucket in each window. ids [n, W + 1], losses [n, W] float64 -> [n, buckets] float64"""
+    *others, last = itertools.pairwise(buckets)
+    if not same_tokens:
+        return torch.stack([losses[:, low:high].mean(1) for low, high in (*others, last)], 1)
+    means = []
+    for low, high in others:
+        starts = range(last[0], last[1], high - low)
+        runs = [ids[:, start - low : min(start + high - low, last[1]) + 1] for start in starts]
+        short = runs.pop() if runs[-1].shape[1] <= high else None  # the last run, if it is not a full one
+        total = torch.zeros(len(ids), dtype=torch.float64)
+        if runs:
+            total += _losses(checkpoint, torch.cat(runs))[:, low:].sum(1).view(len(runs), -1).sum(0)
+        if short is not None:
+            total += _losses(checkpoint, short)[:, low:].sum(1)
+        means.append(total / (last[1] - last[0]))
+    return torch.stack([*means, losses[:, last[0] :].mean(1)], 1)
 
 
-def _table(
+def _losses(checkpoint: Checkpoint, ids: torch.Tensor) -> torch.Tensor:
+    """Losses of windows of ids: [n, W + 1] -> [n, W] float64 on the CPU"""
+    return token_losses(checkpoint.model, ids[:, :-1].contiguous(), ids[:, 1:].contiguous()).double().cpu()
+
+
+def _measured(
     context: "Context",
     name: str,
     checkpoint: Checkpoint,
@@ -103,73 +137,65 @@ def _table(
     config: PerplexityConfig,
     unigram: np.ndarray | None,
 ) -> dict[str, np.ndarray]:
-    """Summed losses of each window: "cells" [n, cells] and, with a unigram table, "unigram" [n]."""
-    if checkpoint.max_length is not None and config.window > checkpoint.max_length:
-        raise ValueError(
-            f"perplexity.window is {config.window} tokens, but {checkpoint.name} takes at most "
-            f"{checkpoint.max_length}; lower it, or raise model.max_length if the model can extrapolate"
-        )
-    starts = _cells(config)[:-1]
+    """Mean losses of windows: "buckets" [n, buckets], "curve" [n, bins], "whole" [n]; with a table "unigram" [n]."""
+    edges = np.array(curve_edges(config.window, config.curve_points))
     batch = max(1, min(context.suite.model.batch_size, context.suite.model.batch_tokens // config.window))
 
-    def step(mine: list[Window]) -> list[list[float]]:
-        out = []
-        for first in range(0, len(mine), batch):
-            losses, targets = window_losses(checkpoint, documents, mine[first : first + batch], config.window, batch)
-            out += np.add.reduceat(losses, starts, axis=1).tolist()
-            if unigram is not None:
-                for row, wanted in zip(out[first:], targets, strict=True):
-                    row.append(float(unigram[wanted].sum()))
-            bar.update(len(losses) * world_size())
-        return gather(out)
+    def score(some: list[Window]) -> list[dict[str, Any]]:
+        tokens = np.stack([documents.read(w.document, w.start, w.start + config.window + 1) for w in some])
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(checkpoint.model.device)  # [b, window + 1]
+        losses = _losses(checkpoint, ids)  # [b, window]
+        parts = {
+            "buckets": bucket_losses(checkpoint, ids, losses, config.buckets, config.same_tokens).numpy(),
+            "curve": np.add.reduceat(losses.numpy(), edges[:-1], axis=1) / np.diff(edges),
+            "whole": losses.mean(1).numpy(),
+        }
+        if unigram is not None:
+            parts["unigram"] = unigram[tokens[:, 1:]].mean(1)
+        bar.update(len(some) * world_size())
+        return [{key: values[i].tolist() for key, values in parts.items()} for i in range(len(some))]
 
-    values = []
+    def step(group: list[Window]) -> list[dict[str, Any]]:
+        mine = group[rank() :: world_size()]
+        return gather([row for first in range(0, len(mine), batch) for row in score(mine[first : first + batch])])
+
+    rows = []
     with tqdm(total=len(windows), desc=name, unit="window", disable=rank() != 0) as bar:
         for first in range(0, len(windows), config.windows_per_step):
             group = windows[first : first + config.windows_per_step]
-            part = context.journal.once(f"{name}-{first:06d}", lambda g=group: step(g[rank() :: world_size()]))
-            values += part
-            bar.n = len(values)
+            rows += context.journal.once(f"{name}-{first:06d}", functools.partial(step, group))
+            bar.n = len(rows)
             bar.refresh()
-    table = np.array(values)  # [n, cells (+ 1)]
-    return {"cells": table[:, : len(starts)]} | ({} if unigram is None else {"unigram": table[:, -1]})
+    return {key: np.array([row[key] for row in rows]) for key in rows[0]}
 
 
-def _rows(table: dict[str, np.ndarray], windows: list[Window], config: PerplexityConfig) -> list[dict[str, Any]]:
+def _rows(found: dict[str, np.ndarray], windows: list[Window], config: PerplexityConfig) -> list[dict[str, Any]]:
     owners = np.array([w.document for w in windows])
     facts = {"windows": len(windows), "documents": len(set(owners.tolist())), "window": config.window}
-
-    def between(low: int, high: int) -> np.ndarray:
-        """Each window's mean loss at positions low..high - 1. [n]"""
-        edges = _cells(config)
-        inside = (edges[:-1] >= low) & (edges[1:] <= high)
-        return table["cells"][:, inside].sum(1) / (high - low)
-
     buckets = list(itertools.pairwise(config.buckets))
     rows = []
-    for low, high in buckets:
-        loss, se = clustered_mean(between(low, high), owners)
-        scored = {"tokens_scored": len(windows) * (high - low)}
+    for (low, high), values in zip(buckets, found["buckets"].T, strict=True):
+        loss, se = clustered_mean(values, owners)
+        first, last = buckets[-1] if config.same_tokens else (low, high)
         rows.append(
-            {"metric": "perplexity", "position": [low, high], "value": math.exp(loss), "loss": loss, "loss_se": se}
+            {"metric": "perplexity", "position": [low, high], "value": math.exp(loss)}
             | {"se": None if se is None else math.exp(loss) * se}  # to first order
+            | {"loss": loss, "loss_se": se, "tokens_scored": len(windows) * (last - first)}
+            | {"same_tokens": config.same_tokens}
             | facts
-            | scored
         )
-    drop, se = clustered_mean(between(*buckets[0]) - between(*buckets[-1]), owners)  # paired within a window
-    rows.append({"metric": "context_gain", "position": [*buckets[0], *buckets[-1]], "value": drop, "se": se} | facts)
-    whole = between(0, config.window)
-    loss, se = clustered_mean(whole, owners)
-    scored = {"tokens_scored": len(windows) * config.window}
-    rows.append({"metric": "heldout_loss", "value": loss, "se": se} | facts | scored)
-    if "unigram" in table:
-        unigram = table["unigram"] / config.window
-        for metric, values in (("unigram_loss", unigram), ("gain_over_unigram", unigram - whole)):
-            value, se = clustered_mean(values, owners)
-            rows.append({"metric": metric, "value": value, "se": se} | facts | scored)
+    gain, se = clustered_mean(found["buckets"][:, 0] - found["buckets"][:, -1], owners)
+    between = {"position": [*buckets[0], *buckets[-1]], "same_tokens": config.same_tokens}
+    rows.append({"metric": "context_gain", "value": gain, "se": se} | between | facts)
+    whole = {"heldout_loss": found["whole"]}
+    if "unigram" in found:
+        whole |= {"unigram_loss": found["unigram"], "gain_over_unigram": found["unigram"] - found["whole"]}
+    for metric, values in whole.items():
+        value, se = clustered_mean(values, owners)
+        rows.append({"metric": metric, "value": value, "se": se, "tokens_scored": len(windows) * config.window} | facts)
     edges = curve_edges(config.window, config.curve_points)
-    for low, high in itertools.pairwise(edges):
-        loss, se = clustered_mean(between(low, high), owners)
+    for (low, high), values in zip(itertools.pairwise(edges), found["curve"].T, strict=True):
+        loss, se = clustered_mean(values, owners)
         rows.append({"metric": "loss_by_position", "position": [low, high], "value": loss, "se": se})
     return rows
 
@@ -183,7 +209,8 @@ def _baseline_rows(
         config.baseline,
         ModelConfig(dtype=options.dtype, device=options.device, trust_remote_code=options.trust_remote_code),
     )
+    _check_length(baseline, config.window)
     if baseline.tokenizer_hash != context.checkpoint.tokenizer_hash:
         raise ValueError(f"the baseline {config.baseline} has another tokenizer, so perplexities do not compare")
-    table = _table(context, "baseline", baseline, documents, windows, config, None)
-    return [row | {"model": baseline.name} for row in _rows(table, windows, config)]
+    found = _measured(context, "baseline", baseline, documents, windows, config, None)
+    return [row | {"model": baseline.name} for row in _rows(found, windows, config)]

@@ -77,12 +77,12 @@ def write_markdown(folder: Path) -> str:
 def draw(folder: Path) -> list[Path]:
     """Draw the figures that results.json has rows for; returns their paths."""
     rows = json.loads((folder / "results.json").read_text())["rows"]
-    curve = [row for row in rows if row["metric"] == "loss_by_position"]
-    return [_draw_positions(curve, folder / "ppl_by_position.png")] if curve else []
+    wanted = [row for row in rows if row["metric"] in ("loss_by_position", "perplexity")]
+    return [_draw_positions(wanted, folder / "ppl_by_position.png")] if wanted else []
 
 
 def _draw_positions(rows: list[dict[str, Any]], path: Path) -> Path:
-    """Perplexity against position with a band of two standard errors, a line for each model."""
+    """Perplexity against position: a curve, and the buckets as bars, each with two standard errors, for each model."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -90,16 +90,23 @@ def _draw_positions(rows: list[dict[str, Any]], path: Path) -> Path:
     import numpy as np
 
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
-    for model in dict.fromkeys(row["model"] for row in rows):
-        own = [row for row in rows if row["model"] == model]
+    for number, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
+        color = f"C{number}"
+        own = [row for row in rows if row["model"] == model and row["metric"] == "loss_by_position"]
         low, high = np.array([row["position"] for row in own]).T
         middle = np.sqrt((low + 1) * high)  # geometric middle of positions counted from 1
         loss = np.array([row["value"] for row in own])
-        (line,) = axes.plot(middle, np.exp(loss), marker="o", markersize=3, label=model)
-        if all(row["se"] is not None for row in own):
-            band = 2 * np.array([row["se"] for row in own])
-            axes.fill_between(middle, np.exp(loss - band), np.exp(loss + band), color=line.get_color(), alpha=0.2)
-    axes.set(xscale="log", yscale="log", xlabel="position in the window (tokens of context)", ylabel="perplexity")
+        spread = 2 * np.array([row["se"] or 0.0 for row in own])
+        axes.plot(middle, np.exp(loss), color=color, alpha=0.6, linewidth=1, label=model)
+        axes.fill_between(middle, np.exp(loss - spread), np.exp(loss + spread), color=color, alpha=0.12, linewidth=0)
+        for row in (row for row in rows if row["model"] == model and row["metric"] == "perplexity"):
+            low, high = row["position"]
+            label = "the last bucket's tokens, context cut" if row["same_tokens"] else "mean of a bucket"
+            label = label if low == number == 0 else None
+            axes.plot([low + 1, high], [row["value"]] * 2, color=color, linewidth=2.5, label=label)
+            error = 2 * (row["se"] or 0.0)
+            axes.errorbar((low + 1) ** 0.5 * high**0.5, row["value"], yerr=error, color=color, capsize=3)
+    axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="perplexity")
     axes.legend()
     axes.grid(alpha=0.3, which="both")
     figure.savefig(path, dpi=150)
@@ -120,9 +127,13 @@ def _plus_minus(row: dict[str, Any], digits: int) -> str:
     return value if row.get("se") is None else f"{value} ± {row['se']:.{digits}f}"
 
 
+def _figure(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"
+
+
 def _checks(results: dict) -> list[str]:
     cells = [
-        [c["name"], f"{c['value']:.3g}", f"{c['at_least']:g}", "passed" if c["passed"] else "FAILED"]
+        [c["name"], _figure(c["value"]), f"{c['at_least']:g}", "passed" if c["passed"] else "FAILED"]
         for c in results["checks"]
     ]
     return _table(["check", "figure", "at least", ""], cells)
@@ -146,16 +157,15 @@ def _positions(results: dict) -> list[str]:
     lines = _table(["model", "position", "perplexity ± standard error", "loss"], cells)
     for row in _pick(results, "context_gain"):
         a, b, c, d = row["position"]
-        lines += [
-            "",
-            f"{row['model']}: loss at {a}-{b} minus loss at {c}-{d}, paired within windows: "
-            f"{_plus_minus(row, 4)} nats.",
-        ]
+        errors = "" if row["se"] is None else f" ({row['value'] / row['se']:.1f} standard errors)"
+        lines += ["", f"{row['model']}: loss at {a}-{b} minus loss at {c}-{d}: {_plus_minus(row, 4)} nats{errors}."]
     if rows:
+        tokens = "every bucket on the tokens of the last one, with their context cut"
         lines += [
             "",
-            f"{rows[0]['windows']} windows of {rows[0]['window']} tokens from {rows[0]['documents']} documents; "
-            "standard errors are over documents.",
+            f"{rows[0]['windows']} windows of {rows[0]['window']} tokens from {rows[0]['documents']} documents"
+            f"{'; ' + tokens if rows[0]['same_tokens'] else ''}. "
+            "Differences are taken within windows, standard errors over documents.",
         ]
     return lines
 

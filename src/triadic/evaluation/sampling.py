@@ -48,6 +48,16 @@ class _Stream(TextStreamer):
         self.on_text(text)
 
 
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """Ids of a prompt after one BOS; raises ValueError for an empty prompt if the tokenizer has no BOS."""
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    if tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
+        ids = [tokenizer.bos_token_id, *ids]
+    if not ids:
+        raise ValueError("the prompt is empty and the tokenizer has no BOS token to begin with; give a prompt")
+    return ids
+
+
 def complete(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -63,11 +73,7 @@ def complete(
 
     temperature 0 is greedy. Raises ValueError for an empty prompt if the tokenizer has no BOS to begin with.
     """
-    ids = tokenizer.encode(prompt, add_special_tokens=False)
-    if tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
-        ids = [tokenizer.bos_token_id, *ids]
-    if not ids:
-        raise ValueError("the prompt is empty and the tokenizer has no BOS token to begin with; give a prompt")
+    ids = prompt_ids(tokenizer, prompt)
     choose = {"do_sample": temperature > 0}
     if temperature > 0:
         choose |= {"temperature": temperature, "top_p": top_p}
@@ -89,6 +95,13 @@ def complete(
     rate = (len(written) - 1) / (last - first) if last > first else 0.0
     text = tokenizer.decode(written, skip_special_tokens=True)
     return Completion(prompt, text, len(written), first - start, rate)
+
+
+def check(context: "Context", config: SampleConfig) -> None:
+    """Raise ValueError unless the corpus is there and the model can begin every prompt."""
+    own_store(context.data("train"), context.checkpoint.tokenizer)
+    for prompt in config.prompts:
+        prompt_ids(context.checkpoint.tokenizer, prompt)
 
 
 def measure(context: "Context", config: SampleConfig) -> list[dict[str, Any]]:
