@@ -4,7 +4,7 @@ import types
 
 import pytest
 import torch
-from triadic_kernels import chunk_triadic, dispatch, explain, recurrent_triadic
+from triadic_kernels import chunk_triadic, dispatch, explain, recurrent_triadic, reference
 
 
 def fake(reason, marker=None):
@@ -69,6 +69,57 @@ def test_a_cpu_is_served_by_torch(inputs):
     for name in list(dispatch.CHUNK)[:-1]:
         with pytest.raises(ValueError, match=f"backend='{name}' cannot run this call: "):
             chunk_triadic(**inputs(), backend=name)
+
+
+@pytest.fixture
+def spy(table):
+    """The torch back end, which here is the only one, noting what it is called with."""
+    calls = []
+
+    def forward(p, *arguments):
+        calls.append(("forward", arguments))
+        return reference.forward(p, *arguments)
+
+    def backward(p, *arguments):
+        calls.append(("backward", arguments))
+        return reference.backward(p, *arguments)
+
+    table(spy=types.SimpleNamespace(unsupported=reference.unsupported, forward=forward, backward=backward))
+    return calls
+
+
+def test_back_ends_receive_contiguous_tensors(spy, inputs):
+    x = inputs(B=2, T=40, states=2)
+    x = {name: y.detach().mT.contiguous().mT.requires_grad_() for name, y in x.items()}
+    assert not any(y.is_contiguous() for y in x.values())
+    o, ht = chunk_triadic(**x, output_final_state=True)
+    (o.sum() + ht.mT.contiguous().square().sum()).backward()  # gradients: one expanded, one transposed
+    assert [name for name, _ in spy] == ["forward", "backward"]
+    for _, arguments in spy:
+        tensors = [y for y in arguments if isinstance(y, torch.Tensor)]
+        assert len(tensors) in (8, 10)
+        assert all(y.is_contiguous() for y in tensors)
+
+
+def test_back_ends_keep_only_what_a_backward_needs(spy, inputs):
+    x = inputs(T=40, states=1)
+    chunk_triadic(**x)
+    chunk_triadic(**{name: y.detach() for name, y in x.items()})
+    with torch.no_grad():
+        chunk_triadic(**x)
+    assert [arguments[-1] for _, arguments in spy] == [True, False, False]
+
+
+def test_gradients_that_do_not_exist_are_not_made_up(spy, inputs):
+    x = inputs(T=40, states=1)
+    o, ht = chunk_triadic(**x, output_final_state=True)
+    o.sum().backward(retain_graph=True)
+    ht.sum().backward()
+    (do, dht), (no_do, state_gradient) = (arguments[-2:] for name, arguments in spy if name == "backward")
+    assert do.min() == 1
+    assert dht is None
+    assert no_do.abs().max() == 0
+    assert state_gradient.min() == 1
 
 
 def test_named_torch_is_what_auto_takes_here(inputs):

@@ -155,6 +155,17 @@ def test_layouts_do_not_matter(op, inputs, gradients, close, tolerance):
     close({"dk": expanded}, {"dk": dense}, tolerance[torch.float64])
 
 
+@pytest.mark.gpu
+@OPS
+def test_torch_back_end_on_a_gpu(op, inputs, gradients, close, tolerance):
+    x = inputs(T=140, states=3)
+    cu_seqlens = torch.tensor([0, 1, 71, 140])
+    on_gpu = {name: y.detach().cuda().requires_grad_() for name, y in x.items()}
+    results = gradients(op, on_gpu, cu_seqlens=cu_seqlens.cuda(), backend="torch")
+    expected = gradients(op, x, cu_seqlens=cu_seqlens)
+    close({name: y.cpu() for name, y in results.items()}, expected, tolerance[torch.float64])
+
+
 def test_results_repeat_to_the_bit(inputs, gradients):
     x = inputs(T=140, states=2, dtype=torch.float32)
     first, second = (gradients(chunk_triadic, x, cu_seqlens=torch.tensor([0, 99, 140])) for _ in range(2))
