@@ -107,6 +107,13 @@ def test_reserve_keeps_the_head_out_of_training_and_lists_it(plain, tokenizer, t
     assert [i for i, entry in enumerate(manifest) if entry["split"] == "validation"] == held
 
 
+def test_validation_is_never_taken_from_behind_the_reserve(tmp_path, configure, texts):
+    reserve = {"documents": 12, "min_characters": 100}
+    assert sum(len(text) >= 1000 for text in texts) >= 12
+    with pytest.raises(ValueError, match=r"only \d documents .* 12 were asked for"):
+        prepare(configure(tmp_path / "out", reserve=reserve, validation={"documents": 12, "min_characters": 1000}))
+
+
 def test_a_trained_tokenizer_sees_training_documents_only(tmp_path, corpus):
     """A word that only held-out documents contain must not become an entry."""
     for i in range(40):
@@ -242,8 +249,9 @@ def test_empty_and_damaged_files_numbers_and_other_encodings(tmp_path, configure
     ],
 )
 def test_splits_that_cannot_be_filled(source, message, tmp_path, configure):
-    with pytest.raises(ValueError, match=message):
-        prepare(configure(tmp_path / "out", **source))
+    for _ in range(2):  # the second time from finished parts
+        with pytest.raises(ValueError, match=message):
+            prepare(configure(tmp_path / "out", **source))
 
 
 def test_id_outside_the_vocabulary(tokenizer):

@@ -91,7 +91,7 @@ def assemble(plan: dict, output: Path, source: SourceConfig) -> None:
 
 
 def _which(mask: np.ndarray) -> list[int] | str:
-    return "all" if mask.all() else np.flatnonzero(mask).tolist()
+    return "all" if len(mask) and mask.all() else np.flatnonzero(mask).tolist()
 
 
 def _place(part: Path, path: Path, record: dict, documents: list[int] | str) -> dict:

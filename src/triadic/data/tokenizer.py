@@ -1,8 +1,8 @@
 """Tokenizers: trained or taken over, saved beside the data, and told apart by a hash.
 
-The saved folder loads with AutoTokenizer. A trained tokenizer puts BOS in front of a text it is called on, as every
-training document starts with BOS; documents in a store get theirs from `prepare`, which encodes without special tokens,
-so BOS never doubles. Whoever adds BOS himself (lm-eval's rolling mode does) calls it with add_special_tokens=False.
+The saved folder loads with AutoTokenizer. Called on a text, a trained tokenizer puts BOS in front, as every document
+of a store starts with BOS; a pretrained one does what it did before. `prepare` adds BOS and EOS itself and encodes with
+add_special_tokens=False, so neither doubles; whoever adds BOS himself (lm-eval's rolling mode does) must do the same.
 """
 
 import hashlib
