@@ -220,6 +220,16 @@ def test_embeddings_instead_of_ids(make_model, tokens):
         assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, expected)
 
 
+def test_outputs_as_a_tuple(make_model, tokens):
+    model, ids = make_model("hybrid"), tokens(1, 6)
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert torch.equal(model(ids, return_dict=False)[0], expected)
+        model.config.return_dict = False
+        assert torch.equal(model(ids)[0], expected)
+        assert torch.equal(model(ids, return_dict=True).logits, expected)
+
+
 def test_logits_to_keep(make_model, tokens):
     model, ids = make_model("gdn"), tokens(2, 6)
     with torch.no_grad():

@@ -5,6 +5,7 @@ Which back end a packed row takes follows `attn_implementation` alone:
     flex_attention      a block mask built from the document bounds (tiles of 128, never elements)
     sdpa                torch's varlen_attn on a GPU in half precision; else one call per document
     any other           one call per document
+One call per document reads the bounds on the host, which breaks a compiled graph; the other ways do not.
 """
 
 import inspect

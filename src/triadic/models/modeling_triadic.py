@@ -168,7 +168,7 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
                 nothing and stays out of the convolution.
             position_ids: [B, T]; where they do not go up by one, a packed document begins.
             cu_seq_lens_q: [N + 1] int32, bounds of the documents packed in the one row (B = 1); max_length_q: the
-                longest of them, an int.
+                longest of them, an int (softmax layers on a GPU read it from the bounds if it is not given).
             past_key_values, cache: a transformers Cache, under either of its names.
             labels: [B, T], shifted here; or shift_labels [B, T], already shifted. -100 is ignored.
             num_items_in_batch: the loss is the sum over targets divided by it (default: the number of targets).
@@ -186,7 +186,7 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
             cu_seq_lens_q=cu_seq_lens_q,
             max_length_q=max_length_q,
             cache=one_cache(cache, past_key_values),
-            **kwargs,
+            **{**kwargs, "return_dict": True},
         )
         hidden_states, logits, loss = outputs.last_hidden_state, None, None
         has_targets = labels is not None or shift_labels is not None
