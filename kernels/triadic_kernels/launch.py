@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 
 class Launch(NamedTuple):
-    """Keyword arguments of each kernel, and the precision of float32 products (those of 16-bit operands are exact)."""
+    """Keyword arguments of each kernel. PREC is the precision of float32 products; those of 16-bit operands are
+    exact.
+    """
 
-    precision: str
     gates: dict
     masks: dict
     recurrence: dict
@@ -18,18 +19,38 @@ class Launch(NamedTuple):
 
 
 def launch(p) -> Launch:
-    return _launch(p.dtype.itemsize == 4, p.E, p.K, p.V)
+    return (_float32 if p.dtype.itemsize == 4 else _half)(p.E, p.K, p.V)
 
 
 @lru_cache
-def _launch(wide: bool, E: int, K: int, V: int) -> Launch:
-    # float32 inputs: three tf32 products each, 1e-6 relative; their tiles are twice as large, hence half as wide
-    block = 32 if wide else 64
+def _half(E: int, K: int, V: int) -> Launch:
+    """bfloat16 and float16."""
+    # Where tiles of the recurrence are narrower than 64 columns and its key tiles as long as a chunk, ptxas 12.8
+    # miscompiles wgmma addresses for sm_90 (benchmarks/offline.py counts them as undefined_uniforms).
+    keys = min(K, 128) if V >= 64 else min(K, 32)
+    warps = 8 if V >= 64 else 4
     return Launch(
-        precision="tf32x3" if wide else "tf32",
         gates=dict(num_warps=1 if E < 4 else 4),
-        masks=dict(BK=min(K, 2 * block), PREC_INV="tf32x3", num_warps=8 if E > 8 else 4, num_stages=1),
-        recurrence=dict(BK=min(K, 2 * block), BV=min(V, 32 if V >= 32 else 16), num_warps=4, num_stages=1),
-        state_gradients=dict(BK=min(K, block), BV=min(V, block), num_warps=8, num_stages=1 if wide else 2),
-        mask_gradients=dict(BD=min(K, V, 32), BK=min(K, 2 * block), num_warps=8, num_stages=1),
+        masks=dict(BK=min(K, 128), PREC="tf32", PREC_INV="tf32x3", num_warps=8 if E > 8 else 4, num_stages=1),
+        recurrence=dict(BK=keys, BV=min(V, 64), PREC="tf32", num_warps=warps, num_stages=1),
+        state_gradients=dict(BK=min(K, 64), BV=min(V, 64), PREC="tf32", num_warps=8, num_stages=1),
+        mask_gradients=dict(BD=min(K, V, 32), BK=min(K, 32), PREC="tf32", STAGES=2, num_warps=4, num_stages=1),
+    )
+
+
+@lru_cache
+def _float32(E: int, K: int, V: int) -> Launch:
+    """float32: exact products where they fit registers, else three tf32 products each, on two warps.
+
+    With a warpgroup of four, Triton 3.6 makes wgmma of them, and those kernels crash or go wrong on an H200.
+    """
+    masks = dict(PREC="tf32x3", num_warps=2, num_stages=1)
+    return Launch(
+        gates=dict(num_warps=1 if E < 4 else 4),
+        masks=dict(BK=min(K, 32), PREC_INV="tf32x3", **masks),
+        recurrence=dict(
+            BK=min(K, 64 if V >= 64 else 32), BV=min(V, 32), PREC="ieee", num_warps=8 if V >= 64 else 4, num_stages=1
+        ),
+        state_gradients=dict(BK=min(K, 32), BV=min(V, 32), PREC="ieee", num_warps=8, num_stages=1),
+        mask_gradients=dict(BD=min(K, V, 32), BK=min(K, 32), STAGES=1, **masks),
     )

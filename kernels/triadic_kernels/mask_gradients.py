@@ -23,7 +23,8 @@ from .masks import block_diagonal, decay_factors, diagonal_blocks
 @triton.jit
 def products(
     p_q, p_k, p_y, p_do, p_dw, row_k, row_v, m_t, scale,
-    K: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr, PREC: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
+    DELTA: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """M, N, Z', Z [C, C], the head dims reduced in blocks of BD so that operand tiles pass through shared memory.
     row_k, row_v [C].
@@ -33,13 +34,13 @@ def products(
     b_n = tl.zeros([C, C], tl.float32)
     b_qk = tl.zeros([C, C], tl.float32)
     b_kk = tl.zeros([C, C], tl.float32)
-    for i_d in range(0, V, BD):
+    for i_d in tl.range(0, V, BD, num_stages=STAGES):
         p_x = row_v[:, None] * V + i_d + o_d[None, :]
         b_yt = tl.load(p_y + row_v[None, :] * V + (i_d + o_d)[:, None], mask=m_t[None, :], other=0.0)
         b_m = tl.dot(tl.load(p_do + p_x, mask=m_t[:, None], other=0.0), b_yt, b_m, input_precision=PREC)
         if DELTA:
             b_n = tl.dot(tl.load(p_dw + p_x, mask=m_t[:, None], other=0.0), b_yt, b_n, input_precision=PREC)
-    for i_d in range(0, K, BD):
+    for i_d in tl.range(0, K, BD, num_stages=STAGES):
         p_x = row_k[:, None] * K + i_d + o_d[None, :]
         b_kt = tl.load(p_k + row_k[None, :] * K + (i_d + o_d)[:, None], mask=m_t[None, :], other=0.0)
         b_qk = tl.dot(tl.load(p_q + p_x, mask=m_t[:, None], other=0.0), b_kt, b_qk, input_precision=PREC)
@@ -121,7 +122,8 @@ def partial_sums(p, o, m, stride, NKB: tl.constexpr):
 @triton.jit
 def gate_gradients(
     b_q2, b_k2, b_w, p_gc, p_q2t, p_k2t, p_bt, p_dtab, p_ddec, p_dbeta, p_dg, pos, m_t, scale, chunks_all,
-    E: tl.constexpr, EP: tl.constexpr, C: tl.constexpr, NKB: tl.constexpr, GATE: tl.constexpr, DELTA: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, C: tl.constexpr, NKB: tl.constexpr, NDB: tl.constexpr,
+    GATE: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """Adds the state parts to dq2, dk2read and w, stores dbeta and dg at rows pos [C]; returns dq2 and dk2 [C, EP].
     chunks_all = HV * NC.
@@ -142,7 +144,7 @@ def gate_gradients(
     tl.store(p_dbeta + pos, tl.sum(b_kt * b_w, 1), mask=m_t)
     b_bw = b_beta[:, None] * b_w
     if GATE != "none":
-        b_end = tl.exp2(b_last) * partial_sums(p_ddec, o_e, m_e, chunks_all * E, NKB) + tl.sum(
+        b_end = tl.exp2(b_last) * partial_sums(p_ddec, o_e, m_e, chunks_all * E, NDB) + tl.sum(
             b_kt * b_beta[:, None] * b_sw, 0
         )
         b_dg = tl.cumsum(b_qt * b_q2 + b_kt * (b_k2 - b_bw), 0, reverse=True) + b_end[None, :]
@@ -180,8 +182,8 @@ def mask_gradients_kernel(
     p_q, p_k, p_y, p_do, p_dw, p_q2t, p_k2t, p_bt, p_gc, p_dtab, p_ddec, p_ch, p_dqs, p_dkr, p_dkw,
     p_dq, p_dk, p_dq2, p_dk2, p_dbeta, p_dg, scale, NC,
     H: tl.constexpr, HV: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, C: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, NKB: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
-    DELTA: tl.constexpr, GATE: tl.constexpr, PREC: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, NKB: tl.constexpr, NDB: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
+    DELTA: tl.constexpr, GATE: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program per (chunk, key head); the value heads of the group are looped inside, so no sum is atomic."""
     i_c, i_h = tl.program_id(0), tl.program_id(1)
@@ -206,7 +208,9 @@ def mask_gradients_kernel(
         i_hc = i_hv.to(tl.int64) * NC + i_c
         p_gj, p_bj = p_gc + i_hc * (EP * C), p_bt + i_hc * C
         pos = (row0 + o_t) * HV + i_hv
-        b_m, b_n, b_zq, b_z = products(p_q, p_k, p_y, p_do, p_dw, row_k, pos, m_t, scale, K, V, BD, C, DELTA, PREC)
+        b_m, b_n, b_zq, b_z = products(
+            p_q, p_k, p_y, p_do, p_dw, row_k, pos, m_t, scale, K, V, BD, C, DELTA, PREC, STAGES
+        )  # fmt: skip
         b_left, b_right = decay_factors(p_gj, p_k2t, p_bj, EP, C)
         b_q2 = tl.sum(tl.reshape(b_left * tl.dot(b_zq, b_right, input_precision=PREC), [C, NB, EP]), 1)
         b_k2 = tl.zeros([C, EP], tl.float32)
@@ -224,7 +228,7 @@ def mask_gradients_kernel(
         p_rj, p_ej = p_dtab + i_hc * (3 * E * C), p_ddec + i_hc * E
         b_q2, b_k2 = gate_gradients(
             b_q2, b_k2, b_w, p_gj, p_q2t, p_k2t, p_bj, p_rj, p_ej, p_dbeta, p_dg, pos, m_t, scale, HV * NC,
-            E, EP, C, NKB, GATE, DELTA,
+            E, EP, C, NKB, NDB, GATE, DELTA,
         )  # fmt: skip
         b_dq2 += b_q2
         b_dk2 += b_k2

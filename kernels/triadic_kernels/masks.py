@@ -5,7 +5,7 @@ EP = E padded to a power of two >= 4, K and V head dims. i_ index, p_ pointer, o
 Tables are chunk-major and zero beyond a tail; decays are in log2 units; gc is the inclusive sum of g inside the chunk.
 
     gc [HV, NC, EP, C]       k2t, q2t [H, NC, EP, C]       bt [HV, NC, C] = beta       dec [HV, NC, E] = e^gc[C]
-    tab [HV, NC, 3, E, C]    -k2 e^gc,  scale q2 e^gc,  beta k2 e^(gc[C]-gc)
+    tab [HV, NC, 3, E, C]    -k2 e^gc (0 without the delta rule),  scale q2 e^gc,  beta k2 e^(gc[C]-gc)
     tp [HV, NC, 2, C, C]     A' = (I + tril(K K^T * R, -1) diag(beta))^-1,  PT = scale tril(Q K^T * R') diag(beta) A'
 
 With A' the recurrence yields Y = A' W, the residual r_t of each token, and U = diag(beta) Y: nothing is divided by
@@ -26,7 +26,7 @@ SMALLEST_LOG_DECAY = tl.constexpr(
 def gates_kernel(
     p_q2, p_k2, p_g, p_beta, p_ch, p_tab, p_dec, p_gc, p_q2t, p_k2t, p_bt, scale, NC,
     H: tl.constexpr, HV: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, C: tl.constexpr,
-    HAS_Q2: tl.constexpr, GATE: tl.constexpr, HAS_BETA: tl.constexpr,
+    HAS_Q2: tl.constexpr, GATE: tl.constexpr, HAS_BETA: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """One program per (chunk, value head)."""
     i_c, i_hv = tl.program_id(0), tl.program_id(1)
@@ -66,7 +66,7 @@ def gates_kernel(
     o = o_e[None, :] * C + o_t[:, None]
     m_o = m_e[None, :] & (o_t >= 0)[:, None]
     p_tab += i_hc * (3 * E * C)
-    tl.store(p_tab + o, -b_k2 * b_decay, mask=m_o)
+    tl.store(p_tab + o, -b_k2 * b_decay if DELTA else tl.zeros([C, EP], tl.float32), mask=m_o)
     tl.store(p_tab + E * C + o, scale * b_q2 * b_decay, mask=m_o)
     tl.store(p_tab + 2 * E * C + o, b_beta[:, None] * b_k2 * tl.exp2(tl.minimum(b_last[None, :] - b_gc, 0.0)), mask=m_o)
     tl.store(p_dec + i_hc * E + o_e, tl.exp2(b_last), mask=m_e)

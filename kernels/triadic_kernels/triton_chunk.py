@@ -100,11 +100,12 @@ def prepare(p, q, k, q2, k2, g, beta, cu_seqlens) -> Tables:
     settings = launch(p)
     gates_kernel[(NC, p.HV)](
         q2, k2, g, beta, t.chunks, t.tab, t.dec, t.gc, t.q2t, t.k2t, t.bt, p.scale, NC,
-        EP=padded(p.E), HAS_Q2=p.has_q2, GATE=p.gate or "none", HAS_BETA=p.has_beta, **shapes(p), **settings.gates,
+        EP=padded(p.E), HAS_Q2=p.has_q2, GATE=p.gate or "none", HAS_BETA=p.has_beta,
+        DELTA=p.delta_rule, **shapes(p), **settings.gates,
     )  # fmt: skip
     masks_kernel[(NC, p.H)](
         q, k, t.gc, t.q2t, t.k2t, t.bt, t.chunks, t.tp, p.scale, NC,
-        EP=padded(p.E), K=p.K, DELTA=p.delta_rule, PREC=settings.precision, **shapes(p), **settings.masks,
+        EP=padded(p.E), K=p.K, DELTA=p.delta_rule, **shapes(p), **settings.masks,
     )  # fmt: skip
     return t
 
@@ -116,7 +117,7 @@ def recur(p, q, k, v, t, state, o, y, h):
     NC, s = t.chunks.shape[0], launch(p)
     forward_kernel[(p.N * p.HV * (p.V // s.recurrence["BV"]),)](
         q, k, v, t.tp, t.tab, t.dec, t.chunks, t.sequences, t.order, state, o, y, h, NC,
-        K=p.K, V=p.V, DELTA=p.delta_rule, KEEP=h is not None, PREC=s.precision, **shapes(p), **s.recurrence,
+        K=p.K, V=p.V, DELTA=p.delta_rule, KEEP=h is not None, **shapes(p), **s.recurrence,
     )  # fmt: skip
 
 
@@ -127,7 +128,7 @@ def reverse(p, q, k, do, t, dstate, dw, dh):
     NC, s = t.chunks.shape[0], launch(p)
     reverse_kernel[(p.N * p.HV * (p.V // s.recurrence["BV"]),)](
         q, k, do, t.tp, t.tab, t.dec, t.chunks, t.sequences, t.order, dstate, dw, dh, NC,
-        K=p.K, V=p.V, DELTA=p.delta_rule, PREC=s.precision, **shapes(p), **s.recurrence,
+        K=p.K, V=p.V, DELTA=p.delta_rule, **shapes(p), **s.recurrence,
     )  # fmt: skip
 
 
@@ -141,7 +142,7 @@ def state_gradients(p, q, k, do, y, dw, h, dh, t):
     dtab, ddec = t.tab.new_empty(NB, *t.tab.shape), t.dec.new_empty(NB, *t.dec.shape)
     state_gradients_kernel[(NC, p.H, NB)](
         q, k, do, y, dw, h, dh, t.tab, t.chunks, dq, dkr, dkw, dtab, ddec, NC,
-        K=p.K, V=p.V, DELTA=p.delta_rule, PREC=s.precision, **shapes(p), **s.state_gradients,
+        K=p.K, V=p.V, DELTA=p.delta_rule, **shapes(p), **s.state_gradients,
     )  # fmt: skip
     return dq, dkr, dkw, dtab, ddec
 
@@ -157,7 +158,8 @@ def finish(p, q, k, y, do, dw, g, t, parts):
     mask_gradients_kernel[(NC, p.H)](
         q, k, y, do, dw, t.q2t, t.k2t, t.bt, t.gc, dtab, ddec, t.chunks, dqs, dkr, dkw,
         dq, dk, dq2, dk2, dbeta, dg, p.scale, NC,
-        EP=padded(p.E), K=p.K, V=p.V, NKB=dtab.shape[0], DELTA=p.delta_rule, GATE=p.gate or "none", PREC=s.precision,
+        EP=padded(p.E), K=p.K, V=p.V, NKB=dtab.shape[0], NDB=ddec.shape[0],
+        DELTA=p.delta_rule, GATE=p.gate or "none",
         **shapes(p), **s.mask_gradients,
     )  # fmt: skip
     return dq, dk, dq2, dk2, dg, dbeta
@@ -184,6 +186,8 @@ def run_backward(reverse, state_gradients, p, q, k, v, q2, k2, g, beta, h0, cu_s
         dstate.copy_(dht)
     dw, dh = torch.empty_like(v), torch.empty_like(h)
     reverse(p, q, k, do, t, dstate, dw, dh)
+    dh0 = None if h0 is None else dstate
+    del dstate  # megabytes that the peak below need not carry
     parts = state_gradients(p, q, k, do, y, dw, h, dh, t)
     del h, dh
     dq, dk, dq2, dk2, dg, dbeta = finish(p, q, k, y, do, dw, g, t, parts)
@@ -191,7 +195,7 @@ def run_backward(reverse, state_gradients, p, q, k, v, q2, k2, g, beta, h0, cu_s
     def like(x, dx):
         return None if x is None else dx.to(x.dtype)
 
-    return dq, dk, dw, like(q2, dq2), like(k2, dk2), like(g, dg), like(beta, dbeta), None if h0 is None else dstate
+    return dq, dk, dw, like(q2, dq2), like(k2, dk2), like(g, dg), like(beta, dbeta), dh0
 
 
 def saved_like(p, q, cu_seqlens):

@@ -1,0 +1,245 @@
+# ruff: noqa: RUF005 - Gluon compiles tuple sums, not unpacking
+"""Kernel 3 in Gluon for Hopper (wgmma, TMA): K = V = 128, bfloat16; the mathematics of forward.py, letters of masks.py.
+
+The transposed state stays in float32 registers: a wgmma tile of M rows holds EG = M / BV slices of BV value columns, M
+rows by K columns; NG = E / EG tiles. Per chunk: the state, rounded, times K^T and Q^T; slices added by a product with a
+0/1 matrix, which also adds V; Y in registers and O, independent of one another; the update by K^T.
+
+What shapes the code: all single buffers are indexed by n >> 30 (always 0), or LLVM hoists their wgmma descriptors out
+of
+the loop and spills; copies share mbarriers (k | q | read table | v, tp, write table), since each TMA issue costs a
+barrier;
+the final state's offsets go through chunks >> 30, or they stay in registers from the start.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as mma_wait
+
+from .gluon_compat import (
+    barrier,
+    decayed,
+    load_decay,
+    new_barrier,
+    new_barriers,
+    reinterpret,
+    scale_rows,
+    slice_selector,
+    state_offsets,
+    store_tail,
+    tma_load,
+    tma_store,
+    to_bf16,
+    to_bf16_again,
+    wait_all,
+    wait_with_state,
+)
+
+
+@gluon.jit
+def load_values(d_v, d_tp, d_write, bar, v_s, tp_s, write_s, row, column, i_hc, pred,
+                E: gl.constexpr, C: gl.constexpr, BV: gl.constexpr):  # fmt: skip
+    mbarrier.expect(bar, C * BV * 2 + 2 * C * C * 2 + E * C * 4, pred=pred)
+    tma_load(d_v, [row, column], bar, v_s, pred=pred)
+    tma_load(d_tp, [i_hc * 2 * C, 0], bar, tp_s, pred=pred)
+    tma_load(d_write, [i_hc * 3 * E + 2 * E, 0], bar, write_s, pred=pred)
+
+
+@gluon.jit
+def read_states(S, x_t, table, bar, phase, first: gl.constexpr, stash, KEEP: gl.constexpr, FIRST: gl.constexpr,
+                NG: gl.constexpr, EG: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
+                mma_c: gl.constexpr, operand: gl.constexpr):  # fmt: skip
+    """Sum over tiles of table * (S x^T), [M, C] float32, and S; x_t [K, C] in shared memory.
+
+    FIRST: the first of two read-outs of the same states; the second may stash the second tile for its store.
+    """
+    M: gl.constexpr = EG * BV
+    zero = gl.zeros([M, C], gl.float32, layout=mma_c)
+    total = zero
+    for g in gl.static_range(NG):
+        if FIRST:
+            s = to_bf16(S[g])
+        else:
+            s = to_bf16_again(S[g])
+        x = mma(gl.convert_layout(s, operand, assert_trivial=True), x_t, zero, use_acc=False, is_async=True)
+        if FIRST and g == 0:
+            mbarrier.wait(bar, phase)
+        if KEEP and not FIRST and g == 1:  # the second tile's state goes out while its product runs
+            tma.store_wait(0)
+            barrier()
+            stash.store(s)
+        if g + 1 < NG:
+            x, S = wait_with_state(x, S, g + 1)
+        elif FIRST:
+            x, S = wait_with_state(x, S, 0)
+        else:
+            x = mma_wait(0, deps=[x])
+        x = scale_rows(x, table.slice(first + g * EG, EG, 0), EG, BV, C)
+        if g == 0:
+            total = x
+        else:
+            total = total + x
+    return total, S
+
+
+@gluon.jit(do_not_specialize=["NC"])
+def forward_kernel(
+    d_k, d_q, d_v, d_tp, d_read, d_write, d_o, d_h, d_y, p_dec, p_ch, p_seq, p_order, p_state, p_o, p_y, NC,
+    H: gl.constexpr, HV: gl.constexpr, E: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    BV: gl.constexpr, M: gl.constexpr, C: gl.constexpr, KEEP: gl.constexpr,
+):  # fmt: skip
+    """One program per (sequence, longest first; value head; tile of BV value columns); state in place."""
+    NW: gl.constexpr = gl.num_warps()
+    EG: gl.constexpr = M // BV
+    NG: gl.constexpr = E // EG
+    mma_c: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, C, 16])
+    mma_k: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, K, 16])
+    mma_v: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, BV, 16])
+    left_c: gl.constexpr = gl.DotOperandLayout(0, mma_c, 2)
+    left_k: gl.constexpr = gl.DotOperandLayout(0, mma_k, 2)
+    tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    h_layout: gl.constexpr = d_h.layout
+    i_v = gl.program_id(0) % (V // BV)
+    i_hv = gl.program_id(0) // (V // BV) % HV
+    i_n = gl.load(p_order + gl.program_id(0) // (V // BV * HV))
+    i_h = i_hv // (HV // H)
+    chunk0 = gl.load(p_seq + i_n * 2)
+    chunks = gl.load(p_seq + i_n * 2 + 1)
+    if chunks == 0:
+        return
+    row0 = gl.load(p_ch + chunk0 * 3 + 1)
+    last_rows = gl.load(p_ch + (chunk0 + chunks - 1) * 3 + 2)
+    i_hc = i_hv * NC + chunk0
+    column = i_hv * V + i_v * BV
+
+    x_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, M, C], tile)
+    y_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, M, C], tile)
+    stash_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, M if KEEP else 8, K], tile)
+    select_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, M, BV], d_v.layout)
+    o_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], d_v.layout)
+    if KEEP:
+        y_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], d_v.layout)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], d_k.layout)
+    q_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, K], d_q.layout)
+    v_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, BV], d_v.layout)
+    tp_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, 2 * C, C], d_tp.layout)
+    read_s = gl.allocate_shared_memory(gl.float32, [2 * E, C], d_read.layout)
+    write_s = gl.allocate_shared_memory(gl.float32, [E, C], d_write.layout)
+    bar_k = new_barriers(2, 1)
+    bar_q = new_barrier(1)
+    bar_v = new_barrier(1)
+    bar_read = new_barrier(1)
+    repeat = slice_selector(left_c, M, BV)
+    select_buffer.index(0).store(slice_selector(mma_v, M, BV))
+    fence_async_shared()
+    barrier()
+    zero_c = gl.zeros([M, C], gl.float32, layout=mma_c)
+    zero_v = gl.zeros([C, BV], gl.float32, layout=mma_v)
+    p_state += (i_n * HV + i_hv).to(gl.int64) * (E * K * V)
+    S = ()
+    for g in gl.static_range(NG):
+        S = S + (gl.load(p_state + g * (EG * K * V) + state_offsets(mma_k, i_v, M, BV, K, V)),)
+
+    mbarrier.expect(bar_k.index(0), C * K * 2)
+    tma_load(d_k, [row0, i_h * K], bar_k.index(0), k_s.index(0))
+    mbarrier.expect(bar_read, 2 * E * C * 4)
+    tma_load(d_read, [i_hc * 3 * E, 0], bar_read, read_s)
+    mbarrier.expect(bar_q, C * K * 2)
+    tma_load(d_q, [row0, i_h * K], bar_q, q_buffer.index(0))
+    load_values(
+        d_v, d_tp, d_write, bar_v, v_buffer.index(0), tp_buffer.index(0), write_s, row0, column, i_hc, True, E, C, BV
+    )
+    for n in range(chunks):
+        phase = n & 1
+        z = n >> 30
+        x_s = x_buffer.index(z)
+        yr_s = y_buffer.index(z)
+        select = select_buffer.index(z)
+        q = q_buffer.index(z)
+        v = v_buffer.index(z)
+        tp = tp_buffer.index(z)
+        stash = stash_buffer.index(z)
+        w_s = reinterpret(q, gl.bfloat16, [M, C], tile)  # q's memory, once q is read
+        k = k_s.index(n % 2)
+        decays = ()
+        for g in gl.static_range(NG):
+            decays = decays + (load_decay(p_dec + (i_hc + n) * E + g * EG, S[g], EG, BV, K),)
+        if KEEP:  # the state at the chunk's start
+            tma.store_wait(0)
+            barrier()
+            stash.store(to_bf16(S[0]))
+            fence_async_shared()
+            barrier()
+            tma_store(d_h, [(i_hc + n) * E, i_v * BV, 0], reinterpret(stash, gl.bfloat16, [EG, BV, K], h_layout))
+        # ---- read-outs -K S and Q S, scaled by the tables
+        mbarrier.wait(bar_k.index(n % 2), (n // 2) & 1)
+        x, S = read_states(
+            S, k.permute([1, 0]), read_s, bar_read, phase, 0, stash, KEEP, True, NG, EG, BV, C, mma_c, left_c
+        )
+        x_s.store(to_bf16(x))
+        mbarrier.wait(bar_q, phase)
+        y, S = read_states(
+            S, q.permute([1, 0]), read_s, bar_read, phase, E, stash, KEEP, False, NG, EG, BV, C, mma_c, left_c
+        )
+        yr_s.store(to_bf16(y))
+        fence_async_shared()
+        mbarrier.wait(bar_v, phase)
+        barrier()
+        if KEEP and NG == 2:
+            tma_store(d_h, [(i_hc + n) * E + EG, i_v * BV, 0], reinterpret(stash, gl.bfloat16, [EG, BV, K], h_layout))
+        more = n + 1 < chunks
+        # ---- W = V + sum over slices of x, repeated for each slice
+        w = mma(repeat, v.permute([1, 0]), zero_c, use_acc=False, is_async=True)
+        for e in gl.static_range(EG):
+            w = mma(repeat, x_s.slice(e * BV, BV, 0), w, is_async=True)
+        mbarrier.expect(bar_k.index(1 - n % 2), C * K * 2, pred=more)
+        tma_load(d_k, [row0 + (n + 1) * C, i_h * K], bar_k.index(1 - n % 2), k_s.index(1 - n % 2), pred=more)
+        Sd = ()
+        for g in gl.static_range(NG):
+            Sd = Sd + (decayed(S[g], decays[g], EG, BV, K),)
+        w = mma_wait(0, deps=[w])
+        wb = to_bf16(w)
+        # ---- Y = A' W and O = Q S + PT W
+        y = mma(gl.convert_layout(wb, left_c, assert_trivial=True), tp.slice(0, C, 0).permute([1, 0]), zero_c,
+                use_acc=False, is_async=True)  # fmt: skip
+        w_s.store(wb)
+        fence_async_shared()
+        if not KEEP:
+            tma.store_wait(0)
+        barrier()
+        o = mma(yr_s.permute([1, 0]), select, zero_v, use_acc=False, is_async=True)
+        o = mma(tp.slice(C, C, 0), w_s.slice(0, BV, 0).permute([1, 0]), o, is_async=True)
+        mbarrier.expect(bar_read, 2 * E * C * 4, pred=more)
+        tma_load(d_read, [(i_hc + n + 1) * 3 * E, 0], bar_read, read_s, pred=more)
+        y = mma_wait(2, deps=[y])
+        # ---- state update
+        Sn = ()
+        for g in gl.static_range(NG):
+            u = to_bf16(scale_rows(y, write_s.slice(g * EG, EG, 0), EG, BV, C))
+            Sn = Sn + (mma(gl.convert_layout(u, left_k, assert_trivial=True), k, Sd[g], is_async=True),)
+        o = mma_wait(NG, deps=[o])
+        tail = (n + 1 == chunks) & (last_rows < C)
+        if tail:
+            store_tail(p_o, o, last_rows, row0 + n * C, HV * V, column, mma_v, C, BV)
+        o_s.store(to_bf16(o))
+        if KEEP:
+            yt = mma(tp.slice(0, C, 0), w_s.slice(0, BV, 0).permute([1, 0]), zero_v, use_acc=False, is_async=True)
+            yt = mma_wait(0, deps=[yt])
+            if tail:
+                store_tail(p_y, yt, last_rows, row0 + n * C, HV * V, column, mma_v, C, BV)
+            y_s.store(to_bf16(yt))
+        S = wait_all(Sn, NG)
+        fence_async_shared()
+        barrier()
+        if tail == 0:
+            tma_store(d_o, [row0 + n * C, column], o_s)
+            if KEEP:
+                tma_store(d_y, [row0 + n * C, column], y_s)
+        mbarrier.expect(bar_q, C * K * 2, pred=more)
+        tma_load(d_q, [row0 + (n + 1) * C, i_h * K], bar_q, q, pred=more)
+        load_values(d_v, d_tp, d_write, bar_v, v, tp, write_s, row0 + (n + 1) * C, column, i_hc + n + 1, more, E, C, BV)
+    tma.store_wait(0)
+    for g in gl.static_range(NG):
+        gl.store(p_state + g * (EG * K * V) + state_offsets(mma_k, i_v + (chunks >> 30), M, BV, K, V), S[g])

@@ -1,0 +1,35 @@
+"""The GPU back ends against the token recurrence in float64: output, final state, every gradient, twice."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+PROGRAM = Path(__file__).with_name("triton_cases.py")
+TOLERANCE = {"bfloat16": 1e-2, "float16": 1e-2, "float32": 1e-3}  # relative l2
+
+
+def judge(*arguments):
+    command = [sys.executable, PROGRAM, "--device", "cuda", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert rows
+    for row in rows:
+        assert row["worst"] < TOLERANCE[row["dtype"]], row
+        assert row["absent"], f"a gradient is given for an absent input, or missing for one that is there: {row}"
+        assert row["repeatable"], f"two runs differ: {row}"
+        assert row["inference"], f"the output changes when nothing is kept for the backward: {row}"
+
+
+@pytest.mark.parametrize("cases", ["small", "slow", "large"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_triton(cases, dtype):
+    judge(cases, "--backend", "triton", "--dtypes", dtype)
+
+
+def test_gluon_hopper():
+    judge("large", "--backend", "gluon_hopper", "--dtypes", "bfloat16", "--only-supported")

@@ -1,0 +1,60 @@
+"""Every shipped kernel configuration compiles without a GPU: spills within budget, wgmma asynchronous, addresses right."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+OFFLINE = Path(__file__).parents[2] / "kernels" / "benchmarks" / "offline.py"
+# Bytes that a thread may spill, by kernel; the recurrences of gluon_hopper hold the whole state in registers.
+BUDGET = {"forward_kernel": 192, "reverse_kernel": 192, "state_gradients_kernel": 32, "mask_gradients_kernel": 400}
+AMPERE = {"reverse_kernel": 64, "state_gradients_kernel": 640, "mask_gradients_kernel": 800}
+
+
+def compiled(folder, *arguments):
+    """Rows of offline.py for these arguments."""
+    env = dict(os.environ, TRITON_CACHE_DIR=str(folder / "cache"))
+    env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, OFFLINE, "--json", folder / "out.json", *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "out.json").read_text())["rows"]
+
+
+def judge(rows, budget):
+    names = {row["kernel"] for row in rows}
+    assert names == {"gates_kernel", "masks_kernel", *BUDGET}
+    for row in rows:
+        assert row["spill_bytes"] <= budget.get(row["kernel"], 0), row
+        assert not row["serialised_wgmma"], row
+        assert row["undefined_uniforms"] == 0, f"ptxas miscompiled an address: {row}"
+
+
+@pytest.mark.parametrize("backend", ["triton", "gluon_hopper"])
+def test_hopper(backend, tmp_path):
+    rows = compiled(tmp_path, "--backend", backend, "--E", "8")
+    judge(rows, BUDGET)
+    assert all(row["HGMMA"] > 2 * row["WARPGROUP.ARRIVE"] for row in rows if row["HGMMA"])
+    if backend == "gluon_hopper":
+        assert all(row["UTMALDG"] for row in rows if row["kernel"] in ("forward_kernel", "reverse_kernel"))
+
+
+def test_ampere(tmp_path):
+    judge(compiled(tmp_path, "--arch", "80", "--E", "4"), AMPERE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", [[], ["--linear"]])
+def test_hopper_all_slice_counts(mixer, tmp_path):
+    judge(compiled(tmp_path, "--backend", "gluon_hopper", "--E", "1", "2", "4", "16", *mixer), BUDGET)
+    judge(compiled(tmp_path, "--backend", "triton", "--E", "1", "2", "3", "4", "16", *mixer), BUDGET)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("K", [16, 32, 64, 256])
+@pytest.mark.parametrize("V", [16, 32, 64, 256])
+def test_hopper_all_head_dims(K, V, tmp_path):
+    judge(compiled(tmp_path, "--K", str(K), "--V", str(V), "--E", "1", "4"), BUDGET)
