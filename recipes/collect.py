@@ -69,13 +69,10 @@ def copy_results(expected: dict, scale: str, runs: Path | None, folder: Path) ->
 
 
 def labelled(name: str, file: dict) -> list[Row]:
-    """A result file's rows about its own model (not a baseline's), named after the run."""
+    """A result file's rows; those about a model (the file's own, not its baseline) are named after the run."""
     own = file.get("checkpoint", {}).get("name")
-    return [
-        row | {"run": name, "model": SEED.sub("", name)} if own else row | {"run": name}
-        for row in file["rows"]
-        if own is None or row.get("model") == own
-    ]
+    rows = [row for row in file["rows"] if own is None or row.get("model") == own]
+    return [row | {"run": name} | ({"model": SEED.sub("", name)} if "model" in row else {}) for row in rows]
 
 
 def cell(row: dict, column: dict, found: list[Row], scale: str) -> list[float]:

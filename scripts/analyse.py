@@ -1,0 +1,48 @@
+"""Analyse checkpoints: python scripts/analyse.py runs/gdn [runs/e8 ...] --config FILE --output DIR [a.b=value ...]
+
+Writes results.json, table.md and figure.png: half-lives, write strengths, use of context, rank of the state.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from triadic import settings
+from triadic.analysis import AnalysisConfig, analyse, draw, write_table
+from triadic.evaluation import load_checkpoint
+from triadic.evaluation.documents import open_documents
+from triadic.evaluation.report import origin, versions
+
+
+def measure(name: str, config: AnalysisConfig) -> list[dict]:
+    """Rows of one checkpoint; raises ValueError for one that is not of this package or whose text is unknown."""
+    found = load_checkpoint(name)
+    if found.model.config.model_type != "triadic":
+        raise ValueError(
+            f"{name} is a {found.model.config.model_type} model; only models of this package have such gates"
+        )
+    data = config.data or found.run.get("validation")
+    if data is None:
+        raise ValueError(f"{name} lies in no run folder, so its validation text is unknown; give data=PATH")
+    documents = open_documents(data, found.tokenizer)
+    return [{"model": name} | row for row in analyse(found.model, documents.lengths, documents.read, config)]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="+", metavar="CHECKPOINT | a.b=value", help="models, and settings to change")
+    parser.add_argument("--config", required=True, help="settings, such as recipes/scales/small/analyse.yaml")
+    parser.add_argument("--output", required=True, type=Path, help="folder to write")
+    args = parser.parse_intermixed_args()
+    try:
+        config = settings.load(AnalysisConfig, args.config, [word for word in args.words if "=" in word])
+        rows = [row for word in args.words if "=" not in word for row in measure(word, config)]
+        args.output.mkdir(parents=True, exist_ok=True)
+        figure = draw(rows, args.output / "figure.png")
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    header = origin(" ".join(["python", *sys.argv])) | {"versions": versions(), "settings": settings.to_dict(config)}
+    (args.output / "results.json").write_text(json.dumps(header | {"rows": rows}, indent=1) + "\n")
+    print(write_table(rows, args.output / "table.md"))
+    print(figure)

@@ -1,0 +1,59 @@
+"""Loss on the last tokens of a document against how much of the document stood before them (paper, Figure 5)."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from triadic.models import TriadicForCausalLM
+
+
+def tail_loss(
+    model: TriadicForCausalLM,
+    lengths: Sequence[int],
+    read: Callable[[int, int, int], Any],
+    contexts: Sequence[int],
+    tail: int,
+    documents: Sequence[int],
+) -> list[dict[str, Any]]:
+    """Mean loss on the last `tail` tokens of documents, for each number of tokens of context before them.
+
+    Every context is measured on the same documents. `lengths` and `read(document, start, stop)` give token ids;
+    `documents` are the indices to use. The standard error is over documents; None with one document.
+
+    Raises ValueError for a context below 1 (the first scored token needs one before it) and if a document is shorter
+    than the longest context and the tail.
+    """
+    if min(contexts) < 1:
+        raise ValueError(f"contexts must be numbers of tokens, 1 or more, not {list(contexts)}")
+    longest = max(contexts) + tail
+    short = [index for index in documents if lengths[index] < longest]
+    if short or not documents:
+        raise ValueError(
+            f"{len(short)} of {len(documents)} documents are shorter than the {longest} tokens of the longest context "
+            "and the tail; lower them or choose longer documents"
+        )
+    rows = []
+    for context in contexts:
+        losses = []
+        for index in documents:
+            stop = lengths[index]
+            ids = torch.as_tensor(read(index, stop - tail - context, stop), dtype=torch.int64).to(model.device)
+            losses.append(_last_losses(model, ids, tail))
+        se = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else None
+        rows.append(
+            {"metric": "tail_loss", "context": context, "value": statistics.fmean(losses), "se": se}
+            | {"tail": tail, "documents": len(losses)}
+        )
+    return rows
+
+
+def _last_losses(model: TriadicForCausalLM, ids: Tensor, tail: int) -> float:
+    """Mean loss in nats on the last `tail` of ids [n], n > tail, after all before them."""
+    targets = torch.full_like(ids[1:], -100)
+    targets[-tail:] = ids[-tail:]
+    losses = model.token_losses(ids[None, :-1], shift_labels=targets[None])  # [1, n - 1], 0 where ignored
+    return float(losses.double().sum() / tail)
