@@ -7,6 +7,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from triadic.evaluation.harness import TriadicLM, adds_bos, run_task
@@ -46,6 +47,10 @@ def task_folder(tmp_path_factory):
     return folder
 
 
+def static(folder) -> TaskManager:
+    return TaskManager(include_path=str(folder), include_defaults=False)
+
+
 def answers(results, task):
     """The metrics of a task, and what the model answered to every document."""
     return results["results"][task], [sample["filtered_resps"] for sample in results["samples"][task]]
@@ -53,9 +58,9 @@ def answers(results, task):
 
 @pytest.mark.parametrize("task", ["choose", "write"])
 def test_scores_equal_lm_evals_own_wrapper(hf_folder, task_folder, task):
-    ours = run_task(TriadicLM(str(hf_folder), batch_size=4), task, folder=str(task_folder))
+    ours = run_task(TriadicLM(str(hf_folder), batch_size=4), task, static(task_folder))
     stock_lm = HFLM(str(hf_folder), device="cpu", dtype="float32", batch_size=4, softmax_dtype="float32")
-    stock = run_task(stock_lm, task, folder=str(task_folder))
+    stock = run_task(stock_lm, task, static(task_folder))
     (metrics, replies), (stock_metrics, stock_replies) = answers(ours, task), answers(stock, task)
     assert metrics == stock_metrics
     if task == "write":
@@ -73,9 +78,9 @@ def test_rolling_equals_lm_evals_where_that_scores_no_second_bos(llama, task_fol
     tokenizer.save_pretrained(tmp_path)
     assert adds_bos(AutoTokenizer.from_pretrained(llama))
     assert not adds_bos(AutoTokenizer.from_pretrained(tmp_path))
-    ours = run_task(TriadicLM(str(llama), tokenizer=str(tmp_path)), "roll", folder=str(task_folder))
+    ours = run_task(TriadicLM(str(llama), tokenizer=str(tmp_path)), "roll", static(task_folder))
     stock_lm = HFLM(str(llama), tokenizer=str(tmp_path), device="cpu", dtype="float32", softmax_dtype="float32")
-    stock = run_task(stock_lm, "roll", folder=str(task_folder))
+    stock = run_task(stock_lm, "roll", static(task_folder))
     for metric in ("word_perplexity,none", "byte_perplexity,none"):
         assert ours["results"]["roll"][metric] == pytest.approx(stock["results"]["roll"][metric], rel=1e-6)
 

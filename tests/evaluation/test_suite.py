@@ -51,6 +51,10 @@ def test_results_carry_their_origin(finished, run_folder, data):
         == json.loads((data / "train" / "store.json").read_text())["tokenizer_hash"]
     )
     assert written["suite"]["perplexity"]["window"] == 64
+    stores = {
+        split: json.loads((data / split / "store.json").read_text())["fingerprint"] for split in ("train", "validation")
+    }
+    assert written["data"]["perplexity"] == stores
     for row in written["rows"]:
         assert (row["model"], row["tokens"], row["seed"]) == (str(run_folder), 50 * 4096, 7)
     metrics = {row["metric"] for row in written["rows"]}
@@ -132,15 +136,19 @@ def test_a_finished_evaluation_is_not_computed_again(finished, run_folder, monke
     assert evaluate(str(run_folder), tiny(), folder)["rows"] == results["rows"]
 
 
-def test_the_folder_of_another_evaluation_is_refused(finished, run_folder, llama, tmp_path):
+def test_the_folder_of_another_evaluation_is_refused(finished, run_folder, llama, data, tmp_path, monkeypatch):
     folder, _ = finished
     before = (folder / "evaluation.json").read_text()
     other = tiny(sample={"prompts": ["ka"]})
     with pytest.raises(ValueError, match="holds an evaluation with another suite; choose another --output"):
         evaluate(str(run_folder), other, folder)
-    with pytest.raises(ValueError, match="another checkpoint"):
-        evaluate(str(llama), tiny(), folder)
+    stores = {split: str(data / split) for split in ("train", "validation")}
+    with pytest.raises(ValueError, match="another checkpoint and suite"):
+        evaluate(str(llama), tiny(data=stores), folder)
     assert (folder / "evaluation.json").read_text() == before
+    monkeypatch.setattr("triadic.evaluation.ruler.check", lambda *_: {"haystack": "other"})
+    with pytest.raises(ValueError, match="another data"):
+        evaluate(str(run_folder), tiny(), folder)
     assert list(tmp_path.iterdir()) == []
     claimed = journal.Journal(tmp_path, {"checkpoint": 1})
     claimed.once("a", lambda: 1)
@@ -176,7 +184,7 @@ def test_checks(least):
         ),
         (
             {"perplexity": None, "ruler": None, "sample": None},
-            "has no part; give at least one of perplexity, ruler, sample",
+            "has no part; give at least one of perplexity",
         ),
         ({"sample": {"temperature": -1.0}}, "temperature must be >= 0"),
         ({"rular": {}}, "did you mean ruler"),
@@ -271,7 +279,7 @@ def test_eval_sh_passes_everything_on(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_two_processes_give_the_rows_of_one(finished, run_folder, tmp_path):
     """Windows and samples are dealt out over processes; the rows are the same."""
-    folder, results = finished
+    _, results = finished
     (tmp_path / "tiny.yaml").write_text(json.dumps(TREE))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "scripts" / "evaluate.py"), str(run_folder), "--suite", str(tmp_path / "tiny.yaml")]
@@ -282,7 +290,7 @@ def test_two_processes_give_the_rows_of_one(finished, run_folder, tmp_path):
 
 @pytest.mark.slow
 def test_sigkill_at_any_moment_loses_only_the_step_in_hand(finished, run_folder, tmp_path):
-    folder, results = finished
+    _, results = finished
     (tmp_path / "tiny.yaml").write_text(json.dumps(TREE))
     command = [sys.executable, str(ROOT / "scripts" / "evaluate.py"), str(run_folder)]
     command += ["--suite", str(tmp_path / "tiny.yaml"), "--output", str(tmp_path / "out")]

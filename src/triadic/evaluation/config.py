@@ -69,6 +69,34 @@ class RulerConfig:
 
 
 @dataclass(frozen=True)
+class ZeroshotConfig:
+    """Tasks as lm-eval ships them, without examples."""
+
+    metrics: dict[str, str]  # task -> the metric that counts
+    folder: str | None = None  # TASK.jsonl or TASK.parquet with the data set's own columns; null: from the hub
+    samples: int | None = None  # the first documents of each task; null: all
+
+    def __post_init__(self):
+        _positive(self, "samples")
+        if not self.metrics:
+            raise ValueError("zeroshot.metrics names no task")
+
+
+@dataclass(frozen=True)
+class WikitextConfig:
+    """Token and word perplexity of whole documents, WikiText-2 if `path` is null."""
+
+    path: str | None = (
+        None  # a .jsonl or .parquet file with the column `page`; null: WikiText-2's test split, from the hub
+    )
+    detokenize: bool = True  # undo WikiText's spacing, as lm-eval does
+    documents_per_step: int = 16  # finished steps survive a kill
+
+    def __post_init__(self):
+        _positive(self, "documents_per_step")
+
+
+@dataclass(frozen=True)
 class SampleConfig:
     """Text the model writes, and the share of its words that occur in the training store."""
 
@@ -108,6 +136,8 @@ class SuiteConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     perplexity: PerplexityConfig | None = None
+    wikitext: WikitextConfig | None = None
+    zeroshot: ZeroshotConfig | None = None
     ruler: RulerConfig | None = None
     sample: SampleConfig | None = None
     checks: ChecksConfig = field(default_factory=ChecksConfig)

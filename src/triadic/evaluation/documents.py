@@ -103,13 +103,14 @@ def _texts(files: list[Path], column: str) -> Iterator[str]:
         if file.suffix == ".txt":
             yield file.read_text()
             continue
-        for row in _rows(file):
+        for row in read_rows(file):
             if column not in row:
                 raise ValueError(f"{file} has no column {column!r}, only {', '.join(row)}")
             yield row[column]
 
 
-def _rows(file: Path) -> Iterator[dict]:
+def read_rows(file: Path) -> Iterator[dict]:
+    """The rows of a .jsonl or .parquet file."""
     if file.suffix == ".parquet":
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
             yield from batch.to_pylist()

@@ -190,28 +190,19 @@ def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     return tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
 
 
-def run_task(
-    lm: LM,
-    task: str | dict,
-    *,
-    samples: int | None = None,
-    metadata: dict | None = None,
-    folder: str | None = None,
-) -> dict[str, Any] | None:
+def run_task(lm: LM, task: str, manager: TaskManager, samples: int | None = None) -> dict[str, Any] | None:
     """One lm-eval task, as `simple_evaluate` runs it with its default seeds, on its first `samples` documents.
 
-    `folder` narrows lm-eval's task search to one folder of YAML files. Returns lm-eval's results (with samples), in
-    a job of several processes only in the first one; no environment report, which costs seconds for each task.
+    `task` is a name the manager knows or a YAML file. Returns lm-eval's results with the samples, in a job of several
+    processes only in the first one. There is no environment report, which costs seconds for each task.
     """
     random.seed(0)
     np.random.seed(1234)
     torch.manual_seed(1234)
-    manager = TaskManager(include_path=folder, include_defaults=folder is None, metadata=metadata or {})
     loaded = manager.load([task])
-    (name,) = loaded["tasks"]
-    chosen = loaded["tasks"][name]
+    ((name, chosen),) = loaded["tasks"].items()
     if chosen.get_config("num_fewshot") is None:
         chosen.set_config(key="num_fewshot", value=0)
     chosen.set_fewshot_seed(seed=1234)
-    picked = None if samples is None else {name: list(range(samples))}
+    picked = None if samples is None else {name: list(range(min(samples, len(chosen.eval_docs))))}
     return evaluate(lm, loaded, samples=picked, log_samples=True, bootstrap_iters=0)

@@ -26,21 +26,23 @@ from triadic.data import TokenStore
 from triadic.evaluation.config import ModelConfig, PerplexityConfig
 from triadic.evaluation.documents import Documents, Window, full_windows, open_documents, own_store
 from triadic.evaluation.journal import gather, rank, world_size
-from triadic.evaluation.loading import Checkpoint, find_checkpoint, load_checkpoint
+from triadic.evaluation.loading import Checkpoint, find_checkpoint, load_checkpoint, weights_hash
 from triadic.evaluation.scoring import token_losses
 
 if TYPE_CHECKING:
     from triadic.evaluation.suite import Context
 
 
-def check(context: "Context", config: PerplexityConfig) -> None:
+def check(context: "Context", config: PerplexityConfig) -> dict[str, str]:
     """Raise ValueError unless the model takes the window, and the texts are there and have a full window."""
     _check_length(context.checkpoint, config.window)
-    _windows(context, config)
+    documents, _ = _windows(context, config)
+    found = {"validation": documents.fingerprint}
     if config.unigram:
-        own_store(context.data("train"), context.checkpoint.tokenizer)
+        found["train"] = own_store(context.data("train"), context.checkpoint.tokenizer).fingerprint
     if config.baseline is not None:
-        find_checkpoint(config.baseline)
+        found["baseline"] = weights_hash(find_checkpoint(config.baseline))
+    return found
 
 
 def measure(context: "Context", config: PerplexityConfig) -> list[dict[str, Any]]:

@@ -63,6 +63,8 @@ def write_markdown(folder: Path) -> str:
         ("Checks", _checks),
         ("Held-out text", _heldout),
         ("Perplexity by position", _positions),
+        ("WikiText-2", _wikitext),
+        ("Zero-shot", _zeroshot),
         ("Needle in a haystack", _needles),
         ("Sample", _samples),
     ):
@@ -168,6 +170,19 @@ def _positions(results: dict) -> list[str]:
             "Differences are taken within windows, standard errors over documents.",
         ]
     return lines
+
+
+def _wikitext(results: dict) -> list[str]:
+    rows = _pick(results, "token_perplexity", "word_perplexity")
+    cells = [[row["metric"].replace("_", " "), f"{row['value']:.2f}", f"{row['tokens_scored']:,}"] for row in rows]
+    return _table(["figure", "value", "tokens scored"], cells)
+
+
+def _zeroshot(results: dict) -> list[str]:
+    rows = [row for row in results["rows"] if row["part"] == "zeroshot" and "task" in row]
+    cells = [[row["task"], row["metric"], _plus_minus(row, 4), str(row["samples"])] for row in rows]
+    cells += [["mean", "", f"{row['value']:.4f}", ""] for row in _pick(results, "zeroshot_mean")]
+    return _table(["task", "metric", "value ± standard error", "samples"], cells)
 
 
 def _needles(results: dict) -> list[str]:

@@ -19,6 +19,7 @@ from unittest import mock
 
 import lm_eval
 from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
 
 from triadic.evaluation.config import RulerConfig
 from triadic.evaluation.harness import TriadicLM, run_task
@@ -32,7 +33,7 @@ ALLOWANCE = 256  # a prompt with its answer prefix and the generation may exceed
 OFFLINE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3")  # the tasks that need no essays
 
 
-def check(context: "Context", config: RulerConfig) -> None:
+def check(context: "Context", config: RulerConfig) -> dict[str, str]:
     """Raise ValueError for an unknown task, or a length beyond what the model takes."""
     unknown = [task for task in config.tasks if task not in OFFLINE]
     if unknown:
@@ -44,6 +45,7 @@ def check(context: "Context", config: RulerConfig) -> None:
             f"ruler.lengths has {too_long}, but {context.checkpoint.name} takes at most {limit} tokens; "
             "leave them out, or raise model.max_length if the model can extrapolate"
         )
+    return {}  # the samples' hashes are in the rows
 
 
 def measure(context: "Context", config: RulerConfig) -> list[dict[str, Any]]:
@@ -65,7 +67,8 @@ def needle(lm: LM, task: str, length: int, config: RulerConfig, path: Path | Non
     """
     metadata = {"max_seq_lengths": [length], "tokenizer": lm.tokenizer.name_or_path}
     with _room_for(lm, length + ALLOWANCE), _without_punkt():
-        found = run_task(lm, task, samples=config.samples, metadata=metadata, folder=str(TASKS))
+        manager = TaskManager(include_path=str(TASKS), include_defaults=False, metadata=metadata)
+        found = run_task(lm, task, manager, config.samples)
     if found is None:
         return None
     samples = sorted(found["samples"][task], key=lambda sample: sample["doc_id"])

@@ -97,11 +97,11 @@ def complete(
     return Completion(prompt, text, len(written), first - start, rate)
 
 
-def check(context: "Context", config: SampleConfig) -> None:
+def check(context: "Context", config: SampleConfig) -> dict[str, str]:
     """Raise ValueError unless the corpus is there and the model can begin every prompt."""
-    own_store(context.data("train"), context.checkpoint.tokenizer)
     for prompt in config.prompts:
         prompt_ids(context.checkpoint.tokenizer, prompt)
+    return {"train": own_store(context.data("train"), context.checkpoint.tokenizer).fingerprint}
 
 
 def measure(context: "Context", config: SampleConfig) -> list[dict[str, Any]]:

@@ -16,8 +16,12 @@ from triadic.evaluation.config import CHECKS, ChecksConfig, SuiteConfig
 from triadic.evaluation.journal import Journal, rank, share, write_json
 from triadic.evaluation.loading import Checkpoint, load_checkpoint
 
-PARTS = {  # each module has check(context, its section of the suite) and measure(context, section) -> rows
+# Each module has check(context, its section of the suite) -> fingerprints of the data it reads, which raises ValueError
+# for what cannot be measured, and measure(context, section) -> rows.
+PARTS = {
     "perplexity": "triadic.evaluation.perplexity",
+    "wikitext": "triadic.evaluation.wikitext",
+    "zeroshot": "triadic.evaluation.zeroshot",
     "ruler": "triadic.evaluation.ruler",
     "sample": "triadic.evaluation.sampling",
 }
@@ -29,7 +33,7 @@ class Context:
 
     checkpoint: Checkpoint
     suite: SuiteConfig
-    journal: Journal
+    journal: Journal | None = None  # there once every part has been checked
     _lm: Any = field(default=None, repr=False)
 
     def data(self, kind: str) -> str:
@@ -66,10 +70,10 @@ def evaluate(
     checkpoint = load_checkpoint(name, suite.model)
     versions = report.versions()
     identity = {"checkpoint": checkpoint.facts(), "suite": settings.to_dict(suite), "versions": versions}
-    context = Context(checkpoint, suite, Journal(output, identity, overwrite))
+    context = Context(checkpoint, suite)
+    identity["data"] = {part: modules[part].check(context, section) for part, section in suite.parts().items()}
+    context.journal = Journal(output, identity, overwrite)
     facts = {"model": name, "tokens": checkpoint.run.get("tokens"), "seed": checkpoint.run.get("seed")}
-    for part, section in suite.parts().items():
-        modules[part].check(context, section)
     rows, seconds = [], {}
     for part, section in suite.parts().items():
         start = time.perf_counter()
@@ -77,10 +81,8 @@ def evaluate(
         seconds[part] = round(time.perf_counter() - start, 2)
     results = {
         **report.origin(command),
-        "versions": versions,
+        **identity,
         "seconds": seconds,
-        "checkpoint": checkpoint.facts(),
-        "suite": settings.to_dict(suite),
         "checks": checks(rows, suite.checks),
         "rows": rows,
     }

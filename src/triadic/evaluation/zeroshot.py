@@ -1,0 +1,98 @@
+"""Zero-shot tasks of lm-eval, from the hub or from local files, and their unweighted mean."""
+
+import functools
+import hashlib
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+
+from triadic.evaluation.config import ZeroshotConfig
+from triadic.evaluation.harness import run_task
+
+if TYPE_CHECKING:
+    from triadic.evaluation.suite import Context
+
+
+@functools.cache
+def stock_tasks() -> TaskManager:
+    """All of lm-eval's tasks (their index takes seconds to make)."""
+    return TaskManager()
+
+
+def check(context: "Context", config: ZeroshotConfig) -> dict[str, str]:
+    """Raise ValueError for tasks that lm-eval does not ship, and for missing local files."""
+    unknown = [task for task in config.metrics if task not in stock_tasks().all_subtasks]
+    if unknown:
+        raise ValueError(f"zeroshot.metrics names {', '.join(unknown)}, which lm-eval does not ship")
+    if config.folder is None:
+        return {}  # the hub's data, under the task's version
+    files = {task: local_file(config.folder, task) for task in config.metrics}
+    return {task: hashlib.sha256(file.read_bytes()).hexdigest() for task, file in files.items()}
+
+
+def measure(context: "Context", config: ZeroshotConfig) -> list[dict[str, Any]]:
+    """One row for each task, and one with the unweighted mean."""
+
+    def run(task: str, metric: str) -> dict[str, Any] | None:
+        return score(context.lm(), task, metric, config)
+
+    rows = [context.journal.once(task, functools.partial(run, task, metric)) for task, metric in config.metrics.items()]
+    mean = statistics.fmean(row["value"] for row in rows)
+    return [*rows, {"metric": "zeroshot_mean", "value": mean, "tasks": list(config.metrics)}]
+
+
+def score(lm: LM, task: str, metric: str, config: ZeroshotConfig) -> dict[str, Any] | None:
+    """Run one task on any lm-eval model; None in all processes but the first.
+
+    Raises ValueError if its data cannot be had, or it has no such metric.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        name = task if config.folder is None else _overlay(Path(folder), task, local_file(config.folder, task))
+        try:
+            found = run_task(lm, name, stock_tasks(), config.samples)
+        except (OSError, KeyError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"the data of {task} cannot be had ({reason}); for local files give zeroshot.folder=FOLDER "
+                f"with {task}.jsonl or {task}.parquet in it, in the data set's own columns"
+            ) from error
+    if found is None:
+        return None
+    if f"{metric},none" not in found["results"][task]:
+        raise ValueError(f"the task {task} has no metric {metric}; set another one in zeroshot.metrics")
+    scores = [float(sample[metric]) for sample in found["samples"][task]]
+    return {
+        "metric": metric,
+        "task": task,
+        "value": found["results"][task][f"{metric},none"],
+        "se": statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else None,
+        "samples": len(scores),
+        "task_version": found["versions"][task],
+        "local_files": config.folder is not None,
+    }
+
+
+def local_file(folder: str, task: str) -> Path:
+    """FOLDER/TASK.jsonl or .parquet; raises ValueError if there is neither."""
+    for suffix in (".jsonl", ".parquet"):
+        if (Path(folder) / (task + suffix)).is_file():
+            return Path(folder) / (task + suffix)
+    raise ValueError(f"zeroshot.folder {folder} holds no {task}.jsonl or {task}.parquet; bring it, or drop the task")
+
+
+def _overlay(folder: Path, task: str, file: Path) -> str:
+    """A task file that is lm-eval's own but reads a local file, whichever split it asks for."""
+    splits = dict.fromkeys(("train", "validation", "test"), str(file.resolve()))
+    overlay = {
+        "include": str(stock_tasks().task_index[task].yaml_path),
+        "dataset_path": {".jsonl": "json", ".parquet": "parquet"}[file.suffix],
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": splits},
+    }
+    (folder / f"{task}.yaml").write_text(json.dumps(overlay))  # JSON is YAML
+    return str(folder / f"{task}.yaml")

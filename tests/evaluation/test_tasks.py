@@ -1,0 +1,214 @@
+"""Zero-shot tasks and WikiText on invented documents in the data sets' own columns, against lm-eval's own wrapper."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from lm_eval.models.huggingface import HFLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from triadic import settings
+from triadic.evaluation import config, evaluate, wikitext, zeroshot
+from triadic.evaluation.harness import TriadicLM, run_task
+from triadic.evaluation.journal import Journal
+from triadic.evaluation.loading import load_checkpoint
+from triadic.evaluation.suite import Context
+
+FOUR = {"text": ["ka lo", "mi ter", "su", "no ra"], "label": ["A", "B", "C", "D"]}
+ROWS = {  # task -> three documents
+    "lambada_openai": [{"text": f"ka lo mi ter su no {word}"} for word in ("ra", "vel", "don")],
+    "hellaswag": [
+        {
+            "activity_label": "Ka",
+            "ctx_a": "mi ter.",
+            "ctx_b": "su no",
+            "endings": ["ka ka.", "lo [title] mi.", "ter.", "su no ra."],
+            "label": str(i),
+        }
+        for i in range(3)
+    ],
+    "piqa": [{"goal": "ka lo mi", "sol1": f"ter su {i}", "sol2": "no", "label": i % 2} for i in range(3)],
+    "arc_easy": [{"question": "ka?", "choices": FOUR, "answerKey": "ABCD"[i]} for i in range(3)],
+    "arc_challenge": [{"question": "lo?", "choices": FOUR, "answerKey": "DCBA"[i]} for i in range(3)],
+    "winogrande": [
+        {"sentence": "ka lo _ mi ter", "option1": "no", "option2": "ra vel", "answer": str(1 + i % 2)} for i in range(3)
+    ],
+    "openbookqa": [{"question_stem": "mi lo", "choices": FOUR, "answerKey": "ABCD"[i]} for i in range(3)],
+    "sciq": [
+        {
+            "question": "ka lo?",
+            "distractor1": "mi",
+            "distractor2": "ter",
+            "distractor3": "su",
+            "correct_answer": "no ra",
+            "support": f" vel {i} pi",
+        }
+        for i in range(3)
+    ],
+    "boolq": [{"question": "ka lo", "passage": "mi ter su.", "label": i % 2} for i in range(3)],
+    "copa": [
+        {
+            "premise": "Ka lo mi.",
+            "choice1": "Ter su.",
+            "choice2": "No ra.",
+            "question": ("cause", "effect")[i % 2],
+            "label": i % 2,
+        }
+        for i in range(3)
+    ],
+}
+PAGES = [
+    "= Ka = \n ka lo , mi ter su . \n It 's a @-@ b ( c ) . \n",
+    "= Lo = \n no ra vel pi don ka lo ; mi . \n" * 3,
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """Nine tasks as JSON lines and one as Parquet."""
+    folder = tmp_path_factory.mktemp("zeroshot")
+    for task, rows in ROWS.items():
+        (folder / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "sciq.jsonl").unlink()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS["sciq"]), folder / "sciq.parquet")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    file = tmp_path_factory.mktemp("wikitext") / "test.jsonl"
+    file.write_text("".join(json.dumps({"page": page}) + "\n" for page in PAGES))
+    return file
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    path = Path(__file__).resolve().parents[2] / "configs" / "eval" / "zeroshot.yaml"
+    return settings.load(config.SuiteConfig, path).zeroshot.metrics
+
+
+def test_the_ten_tasks_score_as_with_lm_evals_wrapper(llama, local, shipped):
+    """Log-likelihoods decide; so small a model's scores would agree by chance too often."""
+    assert shipped.keys() == ROWS.keys()
+    ours = TriadicLM(str(llama))
+    stock = HFLM(str(llama), device="cpu", dtype="float32", softmax_dtype="float32")
+    for task, metric in shipped.items():
+        said, meant = [], []
+        for lm, replies in ((ours, said), (stock, meant)):
+            answer = lm._loglikelihood_tokens
+
+            def keep(requests, *args, answer=answer, replies=replies, **kwargs):
+                found = answer(requests, *args, **kwargs)
+                replies.extend(value for value, _ in found)
+                return found
+
+            lm._loglikelihood_tokens = keep
+        rows = [
+            zeroshot.score(lm, task, metric, config.ZeroshotConfig(shipped, folder=str(local))) for lm in (ours, stock)
+        ]
+        del ours._loglikelihood_tokens, stock._loglikelihood_tokens
+        assert rows[0] == rows[1]
+        assert rows[0]["samples"] == 3
+        assert len(said) >= 3
+        torch.testing.assert_close(torch.tensor(said), torch.tensor(meant), rtol=1e-5, atol=1e-4)
+
+
+def test_suite_of_tasks_and_documents(llama, local, pages, tmp_path):
+    tree = {
+        "name": "tasks",
+        "zeroshot": {"metrics": {"piqa": "acc", "copa": "acc"}, "folder": str(local), "samples": 2},
+        "wikitext": {"path": str(pages), "documents_per_step": 1},
+    }
+    results = evaluate(str(llama), settings.from_dict(config.SuiteConfig, tree), tmp_path)
+    rows = {(row["metric"], row.get("task")): row for row in results["rows"]}
+    piqa, copa = rows["acc", "piqa"], rows["acc", "copa"]
+    assert (piqa["samples"], copa["samples"]) == (2, 2)
+    assert rows["zeroshot_mean", None]["value"] == pytest.approx((piqa["value"] + copa["value"]) / 2)
+    assert set(results["data"]["zeroshot"]) == {"piqa", "copa"}
+    text = (tmp_path / "results.md").read_text()
+    assert "| piqa | acc |" in text
+    assert "| token perplexity |" in text
+    assert (tmp_path / "steps" / "wikitext-000001.json").is_file()
+
+
+def wiki(folder, pages, output, **options):
+    section = {"path": str(pages), **options}
+    suite = settings.from_dict(config.SuiteConfig, {"name": "wikitext", "wikitext": section})
+    here = Context(load_checkpoint(str(folder), suite.model), suite, Journal(output, {}))
+    wikitext.check(here, suite.wikitext)
+    return {row["metric"]: row for row in wikitext.measure(here, suite.wikitext)}
+
+
+def test_token_perplexity_equals_a_loop(hf_folder, pages, tmp_path, tokenizer):
+    rows = wiki(hf_folder, pages, tmp_path, detokenize=False)
+    model = AutoModelForCausalLM.from_pretrained(hf_folder).eval()
+    total, count = 0.0, 0
+    for page in PAGES[:2]:
+        ids = [1, *tokenizer.encode(page, add_special_tokens=False)]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        total -= sum(logits[t, ids[t + 1]].item() for t in range(len(ids) - 1))
+        count += len(ids) - 1
+    assert rows["token_perplexity"]["tokens_scored"] == count
+    assert rows["token_perplexity"]["value"] == pytest.approx(math.exp(total / count), rel=1e-6)
+    words = sum(len(re.split(r"\s+", page)) for page in PAGES[:2])
+    assert rows["word_perplexity"]["value"] == pytest.approx(math.exp(total / words), rel=1e-6)
+
+
+def test_zero_head_gives_the_vocabulary_size(silent, pages, tmp_path):
+    assert wiki(silent, pages, tmp_path)["token_perplexity"]["value"] == pytest.approx(512, rel=1e-6)
+
+
+def test_word_perplexity_equals_lm_evals(llama, pages, tmp_path):
+    """With a tokenizer that adds no BOS by itself, where lm-eval's rolling mode scores none either."""
+    plain = tmp_path / "plain"
+    shutil.copytree(llama, plain)
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    tokenizer.backend_tokenizer.post_processor = None
+    tokenizer.save_pretrained(plain)
+    full = tmp_path / "local"
+    full.mkdir()
+    (full / "wikitext.jsonl").write_text("".join(json.dumps({"page": page}) + "\n" for page in PAGES[:2]))
+    lm = HFLM(str(plain), device="cpu", dtype="float32", softmax_dtype="float32")
+    name = zeroshot._overlay(tmp_path, "wikitext", full / "wikitext.jsonl")
+    stock = run_task(lm, name, zeroshot.stock_tasks())["results"]["wikitext"]["word_perplexity,none"]
+    assert wiki(plain, full / "wikitext.jsonl", tmp_path / "out")["word_perplexity"]["value"] == pytest.approx(
+        stock, rel=1e-6
+    )
+
+
+def test_what_is_missing_is_named(llama, local, pages, tmp_path, monkeypatch):
+    def suite(**sections):
+        return settings.from_dict(config.SuiteConfig, {"name": "tasks"} | sections)
+
+    with pytest.raises(ValueError, match=r"holds no boolq.jsonl or boolq.parquet"):
+        evaluate(str(llama), suite(zeroshot={"metrics": {"boolq": "acc"}, "folder": str(tmp_path)}), tmp_path / "out")
+    with pytest.raises(ValueError, match="names picka, which lm-eval does not ship"):
+        evaluate(str(llama), suite(zeroshot={"metrics": {"picka": "acc"}}), tmp_path / "out")
+    with pytest.raises(ValueError, match="has no metric f1"):
+        evaluate(str(llama), suite(zeroshot={"metrics": {"piqa": "f1"}, "folder": str(local)}), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"there is no file .*; give wikitext.path"):
+        evaluate(str(llama), suite(wikitext={"path": str(tmp_path / "none.jsonl")}), tmp_path / "out2")
+    long = {"path": str(pages)}
+    with pytest.raises(ValueError, match=r"longest document has \d+ tokens, but .* takes at most 20"):
+        evaluate(str(llama), suite(wikitext=long, model={"max_length": 20}), tmp_path / "out3")
+
+    def offline(*_, **__):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("datasets.load_dataset", offline)
+    with pytest.raises(
+        ValueError, match=r"WikiText-2 cannot be had \(no network\); for a local copy give wikitext.path"
+    ):
+        evaluate(str(llama), suite(wikitext={}), tmp_path / "out4")
+    with pytest.raises(
+        ValueError, match=r"the data of piqa cannot be had .*; for local files give zeroshot.folder=FOLDER"
+    ):
+        evaluate(str(llama), suite(zeroshot={"metrics": {"piqa": "acc"}}), tmp_path / "out5")
