@@ -150,7 +150,7 @@ def measure(impl, B, T, E, which, a):
     return row | (dict(kernels=kernels_ms(call)) if a.profile else {})
 
 
-def header():
+def header(commit):
     """What the result file says about where its numbers come from."""
     versions = {"python": sys.version.split()[0], "cuda": torch.version.cuda}
     for name in PACKAGES:
@@ -158,8 +158,9 @@ def header():
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     return dict(
-        commit=subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        commit=commit or git.stdout.strip(),
         date=time.strftime("%Y-%m-%d"),
         gpu=torch.cuda.get_device_name(),
         gpu_count=1,
@@ -179,9 +180,10 @@ def main():
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--commit", help="where the repository's history is not at hand")
     parser.add_argument("--out", help="result file; default results/op_<gpu>_<date>.json beside this program")
     a = parser.parse_args()
-    result = header() | dict(rows=[])
+    result = header(a.commit) | dict(rows=[])
     gpu = result["gpu"].replace("NVIDIA ", "").replace(" ", "-").lower()
     path = Path(a.out or Path(__file__).parent / "results" / f"op_{gpu}_{result['date']}.json")
     path.parent.mkdir(exist_ok=True)

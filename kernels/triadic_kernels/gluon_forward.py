@@ -220,20 +220,15 @@ def forward_kernel(
             u = to_bf16(scale_rows(y, write_s.slice(g * EG, EG, 0), EG, BV, C))
             Sn = Sn + (mma(gl.convert_layout(u, left_k, assert_trivial=True), k, Sd[g], is_async=True),)
         o = mma_wait(NG, deps=[o])
-        tail = (n + 1 == chunks) & (last_rows < C)
-        if tail:
-            store_tail(p_o, o, last_rows, row0 + n * C, HV * V, column, mma_v, C, BV)
         o_s.store(to_bf16(o))
         if KEEP:
             yt = mma(tp.slice(0, C, 0), w_s.slice(0, BV, 0).permute([1, 0]), zero_v, use_acc=False, is_async=True)
             yt = mma_wait(0, deps=[yt])
-            if tail:
-                store_tail(p_y, yt, last_rows, row0 + n * C, HV * V, column, mma_v, C, BV)
             y_s.store(to_bf16(yt))
         S = wait_all(Sn, NG)
         fence_async_shared()
         barrier()
-        if tail == 0:
+        if more | (last_rows == C):  # a TMA store writes all rows: those of a short last chunk wait for the loop's end
             tma_store(d_o, [row0 + n * C, column], o_s)
             if KEEP:
                 tma_store(d_y, [row0 + n * C, column], y_s)
@@ -241,5 +236,10 @@ def forward_kernel(
         tma_load(d_q, [row0 + (n + 1) * C, i_h * K], bar_q, q, pred=more)
         load_values(d_v, d_tp, d_write, bar_v, v, tp, write_s, row0 + (n + 1) * C, column, i_hc + n + 1, more, E, C, BV)
     tma.store_wait(0)
+    if last_rows < C:
+        row = row0 + (chunks - 1) * C
+        store_tail(p_o, o_s.load(mma_v), last_rows, row, HV * V, column, mma_v, C, BV)
+        if KEEP:
+            store_tail(p_y, y_s.load(mma_v), last_rows, row, HV * V, column, mma_v, C, BV)
     for g in gl.static_range(NG):
         gl.store(p_state + g * (EG * K * V) + state_offsets(mma_k, i_v + (chunks >> 30), M, BV, K, V), S[g])
