@@ -36,6 +36,14 @@ def test_packed(E, delta_rule, inputs, gradients, close, tolerance):
     close(*both(x, gradients, delta_rule=delta_rule, cu_seqlens=cu_seqlens, scale=1.3), tolerance[torch.float64])
 
 
+@pytest.mark.parametrize("delta_rule", [True, False])
+def test_documents_longer_than_what_is_kept_at_once(delta_rule, inputs, gradients, close, tolerance):
+    """The backward computes most states again, starting from some that were kept."""
+    x = inputs(T=1410, H=1, HV=2, K=5, V=7, E=2, strongest=50.0, states=3)
+    cu_seqlens = torch.tensor([0, 100, 700, 1410])
+    close(*both(x, gradients, delta_rule=delta_rule, cu_seqlens=cu_seqlens), tolerance[torch.float64])
+
+
 @pytest.mark.parametrize("beta", [True, False])
 def test_without_initial_state(beta, inputs, gradients, close, tolerance):
     x = inputs(B=3, T=70, beta=beta)
