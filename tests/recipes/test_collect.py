@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -144,8 +145,6 @@ def test_wrong_folders_and_scales_are_refused(program, recipe, tmp_path):
 @pytest.mark.parametrize("scale", ["paper", "small"])
 def test_committed_tables_are_up_to_date(recipe_folder, scale, program, tmp_path):
     """results/SCALE/table.md is what the collector makes of the committed results and expected.json."""
-    import shutil
-
     copied = tmp_path / recipe_folder.name
     shutil.copytree(recipe_folder, copied)
     committed = (recipe_folder / "results" / scale / "table.md").read_text()

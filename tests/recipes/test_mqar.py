@@ -16,9 +16,9 @@ from triadic.evaluation import mqar
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "figure1_mqar"
 TINY = mqar.MqarConfig(
-    pairs=8, slices=4, keys=32, values=32, embedding_size=32, hidden_size=64, intermediate_size=128, heads=2,
-    head_dim=4, steps=120, tokens_per_step=2048, learning_rate=4e-3, warmup_steps=20, test_sequences=100,
-    precision="fp32", growth_from=2, growth_steps=40,
+    pairs=8, slices=4, keys=32, values=32, embedding_size=32, hidden_size=64, intermediate_size=64, heads=2,
+    head_dim=4, steps=140, tokens_per_step=1024, learning_rate=5e-3, warmup_steps=20, test_sequences=100,
+    precision="fp32", growth_from=2, growth_steps=46,
 )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def test_learning_rate_warms_up_and_ends_at_zero():
     factors = [mqar.learning_rate_factor(TINY, step) for step in range(TINY.steps + 1)]
     assert factors[0] == pytest.approx(1 / 20)
     assert max(factors) == factors[20] == 1.0
-    assert factors[70] == pytest.approx(0.5)
+    assert factors[80] == pytest.approx(0.5)
     assert factors[-1] == pytest.approx(0.0)
 
 
@@ -156,8 +156,8 @@ def test_a_larger_state_recalls_more():
     """Trained alike on eight pairs, four slices of 4 x 4 in two heads hold them and one slice does not."""
     large = mqar.train(TINY)["value"]
     small = mqar.train(dataclasses.replace(TINY, slices=1))["value"]
-    assert large > 0.9
-    assert small < 0.82
+    assert large > 0.8
+    assert small < 0.65
 
 
 def test_program_fills_a_grid_and_goes_on_where_it_stopped(program, tmp_path):

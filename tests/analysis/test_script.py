@@ -1,0 +1,58 @@
+"""scripts/analyse.py on two checkpoint folders and a text file."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+SCRIPT = str(Path(__file__).parents[2] / "scripts" / "analyse.py")
+SETTINGS = "window: 32\nwindows: 1\nrank_positions: [32]\ntail: 8\ncontexts: [4, 16]\ntail_documents: 2\n"
+
+
+@pytest.fixture
+def folder(make_model, tmp_path):
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(53)}, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    for name, slices in (("gdn", 1), ("e4", 4)):
+        make_model(second_key_dim=slices).save_pretrained(tmp_path / name)
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, bos_token="w1", eos_token="w2", pad_token="w0", unk_token="w3"
+        ).save_pretrained(tmp_path / name)
+    for i in range(3):
+        (tmp_path / "text").mkdir(exist_ok=True)
+        (tmp_path / "text" / f"{i}.txt").write_text(" ".join(f"w{(i * 7 + j * j) % 53}" for j in range(60)))
+    (tmp_path / "settings.yaml").write_text(SETTINGS)
+    return tmp_path
+
+
+@pytest.fixture
+def run(monkeypatch, folder):
+    def call(*words):
+        options = ["--config", folder / "settings.yaml", "--output", folder / "out"]
+        monkeypatch.setattr("sys.argv", ["analyse.py", *map(str, [*words, *options])])
+        runpy.run_path(SCRIPT, run_name="__main__")
+
+    return call
+
+
+def test_models_stand_side_by_side_in_results_table_and_figure(run, folder, capsys):
+    names = [str(folder / "gdn"), str(folder / "e4")]
+    run(*names, f"data={folder / 'text'}", "contexts=[4]")
+    results = json.loads((folder / "out" / "results.json").read_text())
+    assert {"commit", "date", "gpu", "versions", "command", "settings", "rows"} <= results.keys()
+    ranks = {
+        name: [r["rank"] for r in results["rows"] if r["metric"] == "half_life" and r["model"] == name]
+        for name in names
+    }
+    assert ranks == {names[0]: [1], names[1]: [1, 2, 3, 4]}
+    assert [r["context"] for r in results["rows"] if r["metric"] == "tail_loss"] == [4, 4]
+    assert (folder / "out" / "figure.png").is_file()
+    assert (folder / "out" / "table.md").read_text() in capsys.readouterr().out
+
+
+def test_a_model_outside_a_run_needs_its_text_named(run, folder):
+    with pytest.raises(SystemExit, match="give data=PATH"):
+        run(folder / "gdn")
