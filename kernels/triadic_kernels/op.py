@@ -139,9 +139,11 @@ def explain(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-    **_,
+    use_qk_l2norm_in_kernel: bool = False,
+    backend: str = "auto",
+    check: bool = False,
 ) -> str:
-    """Which back end `chunk_triadic` would run with these arguments, and why not the others: a line for each.
+    """Which back end `chunk_triadic` with backend="auto" would run, and why not the others: a line for each.
 
     Raises:
         ValueError: wrong shapes, dtypes or devices.
