@@ -131,8 +131,15 @@ def test_a_greedy_continuation_is_known_as_one(llama):
     ids = lm.tok_encode("kalo mi")
     with torch.no_grad():
         best = lm.model(torch.tensor([ids])).logits[0, -1].argmax().item()
-    (first, yes), (second, no) = lm._loglikelihood_tokens([(None, ids, [best]), (None, ids, [(best + 1) % 512])])
-    assert (yes, no) == (True, False)
+        then = lm.model(torch.tensor([[*ids, best]])).logits[0, -1].argmax().item()
+    asked = [
+        (None, ids, [best]),
+        (None, ids, [(best + 1) % 512]),
+        (None, ids, [best, then]),
+        (None, ids, [best, then + 1]),
+    ]
+    (first, yes), (second, no), (_, both), (_, half) = lm._loglikelihood_tokens(asked)
+    assert (yes, no, both, half) == (True, False, True, False)
     assert first > second
 
 

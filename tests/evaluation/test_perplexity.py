@@ -130,6 +130,7 @@ def test_standard_errors_are_over_documents(llama, data, tmp_path):
     assert row["se"] == pytest.approx(clustered(first - last), rel=1e-5)
     bucket = next(row for row in rows if row["metric"] == "perplexity")
     assert bucket["loss_se"] == pytest.approx(clustered(first), rel=1e-5)
+    assert bucket["loss_minus_last_se"] == pytest.approx(row["se"])
     assert bucket["se"] == pytest.approx(clustered(first) * math.exp(first.mean()), rel=1e-5)
 
 

@@ -82,6 +82,14 @@ def test_figure_is_drawn_from_the_results(finished, tmp_path):
     assert len(picture) > 5000
     (tmp_path / "results.json").write_text(json.dumps(results))
     assert report.draw(tmp_path) == [tmp_path / "ppl_by_position.png"]
+    twice = results["rows"] + [row | {"model": "baseline", "value": row["value"] * 1.1} for row in results["rows"]]
+    (tmp_path / "results.json").write_text(json.dumps({"rows": twice}))
+    (compared,) = report.draw(tmp_path)
+    assert compared.read_bytes() != picture
+    same = [row | {"same_tokens": True} for row in results["rows"]]
+    (tmp_path / "results.json").write_text(json.dumps({"rows": same}))
+    (cut,) = report.draw(tmp_path)
+    assert cut.read_bytes() not in (picture, compared)
     (tmp_path / "results.json").write_text(json.dumps({"rows": []}))
     assert report.draw(tmp_path) == []
 

@@ -178,11 +178,13 @@ def _rows(found: dict[str, np.ndarray], windows: list[Window], config: Perplexit
     rows = []
     for (low, high), values in zip(buckets, found["buckets"].T, strict=True):
         loss, se = clustered_mean(values, owners)
+        _, paired_se = clustered_mean(values - found["buckets"][:, -1], owners)
         first, last = buckets[-1] if config.same_tokens else (low, high)
         rows.append(
             {"metric": "perplexity", "position": [low, high], "value": math.exp(loss)}
             | {"se": None if se is None else math.exp(loss) * se}  # to first order
-            | {"loss": loss, "loss_se": se, "tokens_scored": len(windows) * (last - first)}
+            | {"loss": loss, "loss_se": se, "loss_minus_last_se": paired_se}
+            | {"tokens_scored": len(windows) * (last - first)}
             | {"same_tokens": config.same_tokens}
             | facts
         )

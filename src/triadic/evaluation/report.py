@@ -84,36 +84,48 @@ def draw(folder: Path) -> list[Path]:
 
 
 def _draw_positions(rows: list[dict[str, Any]], path: Path) -> Path:
-    """Perplexity against position: a curve, and the buckets as bars, each with two standard errors, for each model."""
+    """Perplexity against position, with two standard errors: buckets as bars, and where tokens differ also a curve."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    import numpy as np
 
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
     for number, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
-        color = f"C{number}"
-        own = [row for row in rows if row["model"] == model and row["metric"] == "loss_by_position"]
-        low, high = np.array([row["position"] for row in own]).T
-        middle = np.sqrt((low + 1) * high)  # geometric middle of positions counted from 1
-        loss = np.array([row["value"] for row in own])
-        spread = 2 * np.array([row["se"] or 0.0 for row in own])
-        axes.plot(middle, np.exp(loss), color=color, alpha=0.6, linewidth=1, label=model)
-        axes.fill_between(middle, np.exp(loss - spread), np.exp(loss + spread), color=color, alpha=0.12, linewidth=0)
-        for row in (row for row in rows if row["model"] == model and row["metric"] == "perplexity"):
+        own = [row for row in rows if row["model"] == model]
+        buckets = [row for row in own if row["metric"] == "perplexity"]
+        same_tokens = any(row["same_tokens"] for row in buckets)
+        if not same_tokens:
+            _draw_curve(axes, [row for row in own if row["metric"] == "loss_by_position"], f"C{number}")
+        for row in buckets:
             low, high = row["position"]
-            label = "the last bucket's tokens, context cut" if row["same_tokens"] else "mean of a bucket"
-            label = label if low == number == 0 else None
-            axes.plot([low + 1, high], [row["value"]] * 2, color=color, linewidth=2.5, label=label)
-            error = 2 * (row["se"] or 0.0)
-            axes.errorbar((low + 1) ** 0.5 * high**0.5, row["value"], yerr=error, color=color, capsize=3)
+            line = axes.plot([low + 1, high], [row["value"]] * 2, color=f"C{number}", linewidth=2.5)
+            error = row["loss_minus_last_se" if same_tokens else "loss_se"] or 0.0
+            axes.errorbar(
+                ((low + 1) * high) ** 0.5, row["value"], 2 * row["value"] * error, color=f"C{number}", capsize=3
+            )
+        line[0].set_label(model)
     axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="perplexity")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    if same_tokens:
+        axes.set_title("the same tokens with less and more context (bars: difference from the last)", fontsize="medium")
     axes.legend()
     axes.grid(alpha=0.3, which="both")
     figure.savefig(path, dpi=150)
     plt.close(figure)
     return path
+
+
+def _draw_curve(axes: Any, rows: list[dict[str, Any]], color: str) -> None:
+    import numpy as np
+
+    low, high = np.array([row["position"] for row in rows]).T
+    middle = np.sqrt((low + 1) * high)  # geometric middle of positions counted from 1
+    loss = np.array([row["value"] for row in rows])
+    spread = 2 * np.array([row["se"] or 0.0 for row in rows])
+    axes.plot(middle, np.exp(loss), color=color, alpha=0.6, linewidth=1)
+    axes.fill_between(middle, np.exp(loss - spread), np.exp(loss + spread), color=color, alpha=0.12, linewidth=0)
 
 
 def _table(header: list[str], rows: list[list[str]]) -> list[str]:
