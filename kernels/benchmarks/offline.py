@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -68,7 +69,7 @@ def record_compilations():
 
 
 def undefined_uniforms(sass: str) -> int:
-    """Reads of uniform registers (UR) that no earlier instruction wrote, in program order."""
+    """Reads of uniform registers (UR) that no earlier instruction wrote, in program order, in SASS of sm_90."""
     written, undefined = set(), 0
     for line in sass.splitlines():
         m = re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?);", line)
@@ -105,9 +106,8 @@ def describe(kernel, arch) -> dict:
 
         usage = tool("cuobjdump", "--dump-resource-usage", cubin)
         sass = tool("nvdisasm", "-c", cubin)
-        ptxas = "ptxas-blackwell" if arch >= 100 else "ptxas"
         target = re.search(r"\.target (\w+)", kernel.asm["ptx"])[1]
-        verbose = tool(ptxas, "-v", f"--gpu-name={target}", ptx, "-o", Path(folder, "again.cubin"))
+        verbose = tool(get_ptxas(arch).path, "-v", f"--gpu-name={target}", ptx, "-o", Path(folder, "again.cubin"))
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", verbose)]
     return dict(
@@ -117,7 +117,7 @@ def describe(kernel, arch) -> dict:
         shared_bytes=kernel.metadata.shared,
         warps=kernel.metadata.num_warps,
         serialised_wgmma="C7511" in verbose or "C7512" in verbose,
-        undefined_uniforms=undefined_uniforms(sass),
+        undefined_uniforms=undefined_uniforms(sass) if arch == 90 else None,
         **{name: len(re.findall(rf"\b{re.escape(name)}\b", sass)) for name in COUNTED},
     )
 

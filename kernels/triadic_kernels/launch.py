@@ -19,23 +19,43 @@ class Launch(NamedTuple):
 
 
 def launch(p) -> Launch:
-    return (_float32 if p.dtype.itemsize == 4 else _half)(p.E, p.K, p.V)
+    if p.dtype.itemsize == 4:
+        return _float32(p.E, p.K, p.V)
+    if p.capability == (9, 0):
+        return _hopper(p.E, p.K, p.V)
+    # With a warpgroup of four, Triton 3.6 to 3.9 fail to compile the recurrences for compute capability 10.0.
+    return _any(p.E, p.K, p.V, recurrence_warps=2 if p.capability and p.capability[0] == 10 else 4)
 
 
 @lru_cache
-def _half(E: int, K: int, V: int) -> Launch:
-    """bfloat16 and float16."""
+def _any(E: int, K: int, V: int, recurrence_warps: int) -> Launch:
+    """bfloat16 and float16 on Ampere, Ada and Blackwell: tiles that fit registers and shared memory; not measured."""
+    return Launch(
+        gates=dict(num_warps=1 if E < 4 else 4),
+        masks=dict(BK=min(K, 128), PREC="tf32", PREC_INV="tf32x3", num_warps=8 if E > 8 else 4, num_stages=1),
+        recurrence=dict(BK=min(K, 128), BV=min(V, 32), PREC="tf32", num_warps=recurrence_warps, num_stages=1),
+        state_gradients=dict(BK=min(K, 32), BV=min(V, 64), PREC="tf32", num_warps=4, num_stages=1),
+        mask_gradients=dict(BD=min(K, V, 32), BK=min(K, 64), PREC="tf32", STAGES=1, num_warps=8, num_stages=1),
+    )
+
+
+@lru_cache
+def _hopper(E: int, K: int, V: int) -> Launch:
+    """bfloat16 and float16 on an H200, measured with K = V = 128."""
     # Where tiles of the recurrence are narrower than 64 columns and its key tiles as long as a chunk, ptxas 12.8
     # miscompiles wgmma addresses for sm_90 (benchmarks/offline.py counts them as undefined_uniforms).
     keys = min(K, 128) if V >= 64 else min(K, 32)
     warps = 8 if V >= 64 else 4
+    # Key tiles of kernel 6's last products as wide as can be: with 32 columns they race on Hopper (Triton 3.6).
+    sums = dict(BD=min(K, V, 32), BK=min(K, 128), PREC="tf32", STAGES=2, num_warps=8, num_stages=1)
+    if (K, V) == (128, 128) and E <= 8:  # two programs on a multiprocessor: 1.02 ms instead of 1.89 at E = 8
+        sums |= dict(BD=64, num_warps=4)
     return Launch(
         gates=dict(num_warps=1 if E < 4 else 4),
         masks=dict(BK=min(K, 128), PREC="tf32", PREC_INV="tf32x3", num_warps=8 if E > 8 else 4, num_stages=1),
         recurrence=dict(BK=keys, BV=min(V, 64), PREC="tf32", num_warps=warps, num_stages=1),
         state_gradients=dict(BK=min(K, 64), BV=min(V, 64), PREC="tf32", num_warps=8, num_stages=1),
-        # Key tiles of the last products as wide as can be: with 32 columns they race on Hopper (Triton 3.6).
-        mask_gradients=dict(BD=min(K, V, 32), BK=min(K, 128), PREC="tf32", STAGES=2, num_warps=8, num_stages=1),
+        mask_gradients=sums,
     )
 
 

@@ -10,8 +10,8 @@ import pytest
 
 OFFLINE = Path(__file__).parents[2] / "kernels" / "benchmarks" / "offline.py"
 # Bytes that a thread may spill, by kernel; the recurrences of gluon_hopper hold the whole state in registers.
-BUDGET = {"forward_kernel": 192, "reverse_kernel": 192, "state_gradients_kernel": 32, "mask_gradients_kernel": 400}
-AMPERE = {"reverse_kernel": 64, "state_gradients_kernel": 640, "mask_gradients_kernel": 800}
+BUDGET = {"forward_kernel": 160, "reverse_kernel": 160, "state_gradients_kernel": 32, "mask_gradients_kernel": 400}
+ELSEWHERE = {"forward_kernel": 96, "reverse_kernel": 192, "state_gradients_kernel": 96, "mask_gradients_kernel": 96}
 
 
 def compiled(folder, *arguments):
@@ -30,7 +30,7 @@ def judge(rows, budget):
     for row in rows:
         assert row["spill_bytes"] <= budget.get(row["kernel"], 0), row
         assert not row["serialised_wgmma"], row
-        assert row["undefined_uniforms"] == 0, f"ptxas miscompiled an address: {row}"
+        assert not row["undefined_uniforms"], f"ptxas miscompiled an address: {row}"
 
 
 @pytest.mark.parametrize("backend", ["triton", "gluon_hopper"])
@@ -42,8 +42,11 @@ def test_hopper(backend, tmp_path):
         assert all(row["UTMALDG"] for row in rows if row["kernel"] in ("forward_kernel", "reverse_kernel"))
 
 
-def test_ampere(tmp_path):
-    judge(compiled(tmp_path, "--arch", "80", "--E", "4"), AMPERE)
+@pytest.mark.parametrize("architecture", ["80", "100"])
+def test_ampere_and_blackwell(architecture, tmp_path):
+    rows = compiled(tmp_path, "--arch", architecture, "--E", "4")
+    judge(rows, ELSEWHERE)
+    assert all(row["shared_bytes"] <= 99 << 10 for row in rows), "more shared memory than Ada has"
 
 
 @pytest.mark.slow
