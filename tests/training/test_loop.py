@@ -89,12 +89,12 @@ def test_the_first_step_moves_by_the_first_learning_rate(begin):
 
 
 def test_validation_is_the_mean_over_the_tokens_of_a_fixed_subset(begin):
-    run = begin("run.validation_windows=5", "batch.micro_batch_windows=2", "data.mask_boundary_targets=true")
+    run = begin("run.validation_windows=25", "batch.micro_batch_windows=2", "data.mask_boundary_targets=true")
     run.windows = Windows(run.validation.store, 32, seed=0, mask_boundary_targets=True)
-    expected, _ = by_definition(run, range(5))
+    expected, _ = by_definition(run, range(25))
     row = loop.validate(run)
     assert row["val_loss"] == pytest.approx(expected, rel=1e-5)
-    assert row["val_tokens"] == sum(int((run.windows[i]["shift_labels"] != -100).sum()) for i in range(5))
+    assert row["val_tokens"] == sum(int((run.windows[i]["shift_labels"] != -100).sum()) for i in range(25)) < 25 * 32
     assert loop.validate(run) == row
     assert run.model.training
 
@@ -139,23 +139,25 @@ def poison(monkeypatch, token: int | slice) -> None:
 
 def test_stop_names_step_windows_and_documents_and_saves_nothing(begin, configure, monkeypatch, rows):
     run = begin("batch.micro_batch_windows=1")
-    windows, offsets = run.windows, run.windows.store.offsets()
+    store, offsets = run.windows.store, run.windows.store.offsets()
     token = run.tokenizer.convert_tokens_to_ids("Q")  # one document has one
-    (position,) = [p for p in range(len(windows)) if token in windows[p]["input_ids"]]
-    step = position // 8 + 1
+    for seed in range(99):  # until some order reads it in the second step
+        windows = Windows(store, 32, seed)
+        (position,) = [p for p in range(len(windows)) if token in windows[p]["input_ids"]]
+        if 8 <= position < 16:
+            break
     first = int(windows.order(0)[position]) * 33
     documents = [d for d in range(len(offsets) - 1) if offsets[d] < first + 33 and offsets[d + 1] > first]
     named = f"documents {documents[0]}..{documents[-1]}" if len(documents) > 1 else f"document {documents[0]}"
 
     poison(monkeypatch, token)
-    quiet = ("run.validate_every=100", f"run.save_every={step - 1}")
-    config = configure("batch.micro_batch_windows=1", "run.steps=40", *quiet)
-    said = f"not finite: step {step}: loss nan, gradient norm nan, window positions {position} ({named}); nothing was"
+    config = configure("batch.micro_batch_windows=1", f"run.seed={seed}", "run.save_every=1")
+    said = f"not finite: step 2: loss nan, gradient norm nan, window positions {position} ({named}); nothing was saved"
     with pytest.raises(NonFiniteError, match=re.escape(said)):
         train(config)
     folder = Path(config.run.output_dir)
-    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == [f"step-{step - 1:08d}"]
-    assert [row["step"] for row in rows(folder)] == list(range(1, step))
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step-00000001"]
+    assert [row["step"] for row in rows(folder)] == [1]
 
 
 def test_skip_counts_leaves_the_weights_alone_and_goes_on(configure, monkeypatch, capsys, rows):

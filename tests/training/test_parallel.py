@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from triadic.training import train
-from triadic.training.parallel import StopSignals, check_launch, on_main
+from triadic.training.parallel import StopSignals, check_launch, on_main, start
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -59,17 +60,19 @@ def launch(settings_file: Path, launcher: list[str], environment: dict[str, str]
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
 
 
-def test_two_processes_train_as_one(configure, settings_file, templates, rows):
-    """Also resumes at the other world size: two processes from the eighth step of a single-process run."""
-    uneven = ("data.mask_boundary_targets=true", "batch.micro_batch_windows=2", "run.keep_last=9", "run.milestones=[5]")
-    alone, together = configure(*uneven, "run.output_dir=ALONE"), configure(*uneven)
-    alone = configure(*uneven, f"run.output_dir={together.run.output_dir}-alone")
+def test_two_processes_train_as_one_and_take_over_its_run(configure, settings_file, rows):
+    """One process does the first two of twelve steps, two do the rest; another run has one process throughout."""
+    uneven = ("data.mask_boundary_targets=true", "batch.micro_batch_windows=2", "schedule.decay_steps=12")
+    shared = configure(*uneven, "run.steps=2")
+    train(shared)
+    alone = configure(*uneven, f"run.output_dir={shared.run.output_dir}-alone")
     train(alone)
     result = launch(settings_file, ["--multi_gpu"], {"ACCELERATE_USE_CPU": "true"}, *uneven, "parallel.processes=2")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "2 processes x 2 micro-batches x 2" in result.stdout
-    assert result.stdout.count("step 12/12 | validation loss") == 1
-    ours, theirs = rows(together.run.output_dir), rows(alone.run.output_dir)
+    assert result.stdout.count("resuming from") == result.stdout.count("step 12/12 | validation loss") == 1
+    ours = [row for row in rows(shared.run.output_dir) if (row["step"], "val_loss" in row) != (2, True)]
+    theirs = rows(alone.run.output_dir)
     assert len(ours) == 12 + 3
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.keys() == other.keys()
@@ -92,8 +95,6 @@ def test_accelerates_silent_traps_are_caught(settings_file, tmp_path, launcher, 
 
 
 def test_an_error_on_the_main_rank_reaches_the_caller(configure):
-    from triadic.training.parallel import start
-
     accelerator = start(configure())
 
     def fail(what):
@@ -104,14 +105,15 @@ def test_an_error_on_the_main_rank_reaches_the_caller(configure):
         on_main(accelerator, fail, "no room")
 
 
-def test_a_signal_asks_and_a_second_one_ends(monkeypatch):
-    import signal
-
+def test_one_signal_asks_repeats_are_ignored_and_ctrl_c_again_ends(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals() as signals:
         assert signals.received is None
-        os.kill(os.getpid(), signal.SIGINT)
-        assert signals.received == signal.SIGINT
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+            assert signals.received == signal.SIGINT
+        monkeypatch.setattr(StopSignals, "PATIENCE", 0.0)
+        os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) == before

@@ -199,10 +199,14 @@ def micro_batches(run: Run) -> Iterator[dict]:
         pin_memory=run.accelerator.device.type == "cuda",
         generator=torch.Generator(),  # the loader draws worker seeds from it, not from the model's generator
     )
+    reader = iter(loader)
     try:
-        yield from loader
+        yield from reader
     except ValueError as error:  # from a worker it comes with the worker's traceback around it
         raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from error
+    finally:
+        if workers:
+            reader._shutdown_workers()  # now: a traceback can hold the reader long after
 
 
 def _outlive_first_signal(_worker: int) -> None:

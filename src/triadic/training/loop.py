@@ -117,14 +117,13 @@ def validate(run: Run) -> dict:
     accelerator, size = run.accelerator, run.config.batch.micro_batch_windows
     count = min(run.config.run.validation_windows, len(run.validation))
     mine = range(accelerator.process_index, count, accelerator.num_processes)
-    nats = torch.zeros((), dtype=torch.float64, device=accelerator.device)
-    scored = 0
+    nats, scored = 0.0, 0
     run.model.eval()
     for first in range(0, len(mine), size):
         batch = collate([run.validation[position] for position in mine[first : first + size]])
         scored += int((batch["shift_labels"] != IGNORED).sum())
         with accelerator.autocast():
-            nats += run.bare.token_losses(**to_device(batch, accelerator.device)).double().sum()
+            nats += run.bare.token_losses(**to_device(batch, accelerator.device)).cpu().double().sum()
     run.model.train()
     nats, scored = parallel.total(accelerator, nats, scored).tolist()
     return position_row(run) | {"val_loss": nats / scored, "val_tokens": int(scored)}

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -77,9 +78,10 @@ def synchronised(accelerator: Accelerator, model: torch.nn.Module, last: bool) -
 
 
 def total(accelerator: Accelerator, *values: torch.Tensor | float) -> torch.Tensor:
-    """Sums over all ranks, [len(values)] float64 on the device; no rank looks at them here."""
+    """Sums over all ranks, [len(values)] on the device; no rank looks at them here."""
     device = accelerator.device
-    sums = torch.stack([torch.as_tensor(value, device=device).to(torch.float64) for value in values])
+    precise = torch.float32 if device.type == "mps" else torch.float64  # what the device has
+    sums = torch.stack([torch.as_tensor(value, device=device).to(precise) for value in values])
     if accelerator.num_processes > 1:
         torch.distributed.all_reduce(sums)
     return sums
@@ -103,22 +105,28 @@ def on_main(accelerator: Accelerator, function: Callable[..., Any], *arguments) 
 
 
 class StopSignals:
-    """While entered, SIGTERM and SIGINT ask for a stop at the next step; a second one ends the process at once."""
+    """While entered, SIGTERM and SIGINT ask for a stop at the next step.
+
+    More of them change nothing, because launchers and schedulers send several for one stop; only Ctrl-C again, later
+    than `PATIENCE` seconds, ends the process at once.
+    """
+
+    PATIENCE = 3.0
 
     def __init__(self):
         self.received: signal.Signals | None = None
+        self._since = 0.0
 
     def __enter__(self) -> "StopSignals":
         self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *_) -> None:
-        self._restore()
-
-    def _note(self, number: int, _frame) -> None:
-        self.received = signal.Signals(number)
-        self._restore()
-
-    def _restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    def _note(self, number: int, _frame) -> None:
+        if self.received is None:
+            self.received, self._since = signal.Signals(number), time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._since > self.PATIENCE:
+            raise KeyboardInterrupt
