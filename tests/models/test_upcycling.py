@@ -115,7 +115,8 @@ def test_upcycled_model_learns_and_its_slices_part(make_model, tokens):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.3
-    assert (wide.model.layers[0].mixer.A_log.view(2, 4).diff(dim=1).abs() > 1e-4).all()
+    gates = wide.model.layers[0].mixer.A_log.detach().view(2, 4)
+    assert (gates.max(1).values - gates.min(1).values > 5e-4).all()
 
 
 def test_the_global_generator_is_left_alone_and_the_seed_counts(make_model):
