@@ -175,7 +175,11 @@ def run_forward(recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
         state.copy_(h0)
     o = torch.empty_like(v)
     recur(p, q, k, v, t, state, o, y, h)
-    return o, state if p.output_final else None, [*t, y, h] if keep else []
+    if not keep:
+        return o, state if p.output_final else None, []
+    if not p.varlen:  # these chunk tables are cached: the caller owns what it gets
+        t = t._replace(chunks=t.chunks.clone(), sequences=t.sequences.clone(), order=t.order.clone())
+    return o, state if p.output_final else None, [*t, y, h]
 
 
 def run_backward(reverse, state_gradients, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht):
