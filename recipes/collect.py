@@ -217,8 +217,11 @@ def draw_points(axis, spec: dict, table: dict, expected: dict) -> None:
             strong = {"linewidth": 2.5} if series.startswith("triadic") else {"linewidth": 1, "linestyle": "--"}
             axis.plot(*zip(*points, strict=True), marker="o", label=series, **strong)
     labels = expected["columns"]
-    axis.set(xscale="log", xlabel=labels[spec["x"]]["label"], ylabel=labels[spec["y"]]["label"])
-    axis.legend(fontsize="small")
+    axis.set(xlabel=labels[spec["x"]]["label"], ylabel=labels[spec["y"]]["label"])
+    axis.set_xscale("log", base=2)
+    states = sorted({round(x, 1) for name in lines for n in lines[name] for x in table.get(n, {}).get(spec["x"], [])})
+    axis.set_xticks(states, [f"{state:g}" for state in states])
+    axis.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.02, 0.5))
 
 
 def draw_bars(axis, spec: dict, table: dict, expected: dict) -> None:

@@ -85,6 +85,21 @@ def test_cells_are_means_over_seeds_beside_the_papers(program, recipe, tmp_path)
     assert (recipe / "results" / "small" / "figure.png").stat().st_size > 5_000
 
 
+def test_points_are_joined_from_the_origin_of_their_series(program):
+    """A line for each series, from the row that `origins` names, at the means over seeds."""
+    import matplotlib.pyplot as plt
+
+    table = {"gdn": {"x": [1.0], "y": [5.0, 7.0]}, "E=2": {"x": [2.0], "y": [4.0]}, "E=4": {"x": [4.0], "y": []}}
+    rows = {"gdn": {}, "E=2": {"series": "triadic gdn"}, "E=4": {"series": "triadic gdn"}}
+    expected = {"rows": rows, "columns": {"x": {"label": "state"}, "y": {"label": "loss"}}}
+    figure, axis = plt.subplots()
+    program.draw_points(axis, {"x": "x", "y": "y", "origins": {"gdn": "gdn"}}, table, expected)
+    (line,) = axis.get_lines()
+    assert line.get_xydata().tolist() == [[1.0, 6.0], [2.0, 4.0]]
+    assert line.get_label() == "triadic gdn"
+    plt.close(figure)
+
+
 def test_what_is_missing_is_said(program, recipe, tmp_path):
     evaluation(tmp_path / "runs" / "gdn", [2.0, 1.0])
     text = program.collect(recipe, "small", tmp_path / "runs")
