@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from triadic.data import open_store
 from triadic.evaluation import loading, perplexity, scoring
 from triadic.evaluation.config import ModelConfig, SuiteConfig
-from triadic.evaluation.documents import full_windows, open_documents
+from triadic.evaluation.documents import Documents, Window, full_windows, open_documents
 from triadic.evaluation.journal import Journal
 from triadic.evaluation.suite import Context
 from triadic.settings import SettingsError, from_dict
@@ -168,6 +168,11 @@ def test_unigram_equals_a_direct_count(llama, data, tmp_path):
     assert unigram["tokens_scored"] == len(losses)
     values = {row["metric"]: row["value"] for row in rows}
     assert values["gain_over_unigram"] == pytest.approx(values["unigram_loss"] - values["heldout_loss"])
+
+
+def test_a_window_needs_the_token_after_it():
+    documents = Documents([192, 193, 96, 97, 10], None, "")
+    assert full_windows(documents, 96) == [Window(0, 0), Window(1, 0), Window(1, 96), Window(3, 0)]
 
 
 def test_windows_of_a_document(data, tokenizer):
