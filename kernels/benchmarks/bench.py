@@ -160,7 +160,7 @@ def header(commit):
             versions[name] = None
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     return dict(
-        commit=commit or git.stdout.strip(),
+        commit=commit or (git.stdout.strip() if git.returncode == 0 else None),
         date=time.strftime("%Y-%m-%d"),
         gpu=torch.cuda.get_device_name(),
         gpu_count=1,
