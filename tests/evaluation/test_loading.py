@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3Config
+from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, Qwen3Config
 
 from triadic import TriadicConfig
 from triadic.evaluation import loading
@@ -104,13 +104,22 @@ def test_broken_tokenizers(llama, tmp_path):
 
 def test_a_tokenizer_larger_than_the_model(llama, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
-    from transformers import AutoTokenizer
-
     larger = AutoTokenizer.from_pretrained(tmp_path)
     larger.add_tokens(["<new>"])
     larger.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"the tokenizer has 513 tokens, but the model .* only 512"):
         loading.load_checkpoint(str(llama), ModelConfig(tokenizer=str(tmp_path)))
+
+
+def test_a_model_that_caps_its_logits(data, tmp_path):
+    config = Gemma2Config(
+        vocab_size=512, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8,
+        num_key_value_heads=1, final_logit_softcapping=0.5, initializer_range=1.0,
+    )  # fmt: skip
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(data / "tokenizer").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM changes its logits after the output projection"):
+        loading.load_checkpoint(str(tmp_path))
 
 
 def test_position_limits():

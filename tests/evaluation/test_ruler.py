@@ -120,11 +120,13 @@ def test_runs_a_model_and_resumes_by_length(triadic_hf, tmp_path, monkeypatch):
     assert ran == [520]
 
 
-def test_a_nominal_length_at_the_models_limit_fits(llama):
-    """Prompt, prefix and generation may exceed the nominal length a little: nothing is cut."""
-    lm = TriadicLM(str(llama), max_length=512)
-    row = ruler.needle(lm, "niah_single_1", 512, RulerConfig(lengths=[512], samples=2))
-    assert row["samples"] == 2
+def test_a_nominal_length_at_the_models_limit_fits(llama, tokenizer):
+    """The answer prefix comes on top of a sample's nominal length: nothing is cut, and afterwards the limit is back."""
+    config = RulerConfig(lengths=[512], samples=2)
+    longest = ruler.needle(Oracle(tokenizer), "niah_single_1", 512, config)["actual_lengths"][1]
+    lm = TriadicLM(str(llama), max_length=longest)
+    assert ruler.needle(lm, "niah_single_1", 512, config)["samples"] == 2
+    assert lm.max_length == longest
 
 
 def test_lengths_beyond_the_model_and_unknown_tasks_are_refused(llama, tmp_path):
