@@ -154,6 +154,8 @@ def test_a_reset_cache_is_an_empty_one(make_model, tokens, close):
     full, cache = run(model, ids)
     cache.reset()
     assert cache.get_seq_length() == 0
+    assert cache.layers[0].read() == (None, None)
+    assert cache.layers[0].recurrent_states[0] is None  # and its memory is free
     outputs, _ = run(model, ids, cache)
     assert torch.equal(outputs.logits, full.logits)
 

@@ -95,6 +95,8 @@ def test_every_config_builds(path):
     config = TriadicConfig.from_pretrained(path)
     assert count(config) > 0
     assert config.architectures == ["TriadicForCausalLM"]
+    for settings in (config, TriadicConfig()):  # the paper's, in every file and by default
+        assert (settings.rms_norm_eps, settings.initializer_range, settings.linear_conv_kernel_dim) == (1e-5, 0.02, 4)
 
 
 def test_wider_context_changes_only_key_value_caches():

@@ -25,7 +25,7 @@ ACTIVATIONS = {
     "sigmoid": torch.sigmoid,
     "none": lambda x: x,
 }
-A_MAX = 16.0  # A = -(decay rate) is drawn from U(0, 16)
+A_MAX = 16.0  # exp(A_log), the decay rate, is drawn from U(0, 16)
 DT_MIN, DT_MAX = 1e-3, 1e-1  # the decay bias is softplus^-1 of a log-uniform step in this range
 
 
@@ -120,7 +120,6 @@ class TriadicLinearAttention(nn.Module):
     def gates(self, x):
         """Log decay [B,T,HV,E] or [B,T,HV], write strength [B,T,HV], output gate's logits; each None if absent."""
         config = self.config
-        low_rank = x
         g = beta = None
         if sum(self.gate_sizes):
             decay, write, low_rank = self.in_proj_gates(x).split(self.gate_sizes, dim=-1)
