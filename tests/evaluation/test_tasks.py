@@ -116,6 +116,8 @@ def test_the_ten_tasks_score_as_with_lm_evals_wrapper(llama, local, shipped):
         del ours._loglikelihood_tokens, stock._loglikelihood_tokens
         assert rows[0] == rows[1]
         assert rows[0]["samples"] == 3
+        share = rows[0]["value"]
+        assert rows[0]["se"] == pytest.approx((share * (1 - share) / 2) ** 0.5)  # of three zeros and ones
         assert len(said) >= 3
         torch.testing.assert_close(torch.tensor(said), torch.tensor(meant), rtol=1e-5, atol=1e-4)
 
