@@ -1,5 +1,5 @@
 """The plain Triton back end, run by Triton's interpreter, against the token recurrence in float64: output, final
-state, every gradient.
+state, every gradient. Not bfloat16, whose arithmetic is wrong in the interpreter: that runs on the GPU.
 """
 
 import json
@@ -9,12 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 PROGRAM = Path(__file__).with_name("triton_cases.py")
-TOLERANCE = {
-    "float32": 2e-4,
-    "float16": 1e-2,
-}  # relative l2; bfloat16 is wrong in the interpreter and tested on the GPU
 
 
 def interpret(*arguments):
@@ -24,20 +21,20 @@ def interpret(*arguments):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def judge(rows):
+def judge(rows, tolerance):
     assert rows
     for row in rows:
-        assert row["worst"] < TOLERANCE[row["dtype"]], row
+        assert row["worst"] < tolerance[getattr(torch, row["dtype"])], row
         assert row["absent"], f"a gradient is given for an absent input, or missing for one that is there: {row}"
         assert row["repeatable"], f"two runs differ: {row}"
         assert row["inference"], f"the output changes when nothing is kept for the backward: {row}"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_small_problems(dtype):
-    judge(interpret("small", "--dtypes", dtype))
+def test_small_problems(dtype, triton_tolerance):
+    judge(interpret("small", "--dtypes", dtype), triton_tolerance)
 
 
 @pytest.mark.slow
-def test_large_heads_and_many_slices():
-    judge(interpret("slow"))
+def test_large_heads_and_many_slices(triton_tolerance):
+    judge(interpret("slow"), triton_tolerance)
