@@ -11,7 +11,7 @@ TOLERANCE = {
     torch.float16: 1e-2,
     torch.bfloat16: 1e-2,
 }
-# The Triton kernels take a decay between two tokens as a difference of float32 sums, which costs digits at strong decays.
+# The Triton kernels take a decay between two tokens as a difference of float32 sums: digits are lost at strong decays.
 TRITON_TOLERANCE = TOLERANCE | {torch.float32: 1e-4}
 
 
