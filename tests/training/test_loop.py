@@ -243,3 +243,12 @@ def test_batches_are_collated_windows_in_order(begin):
             assert batch.keys() == expected.keys()
             assert all(torch.equal(torch.as_tensor(batch[k]), torch.as_tensor(expected[k])) for k in batch)
     assert i == 5
+
+
+@pytest.mark.slow
+def test_torch_compile_gives_the_same_steps(configure, tmp_path, rows):
+    for flag in ("false", "true"):
+        overrides = ("run.steps=4", "run.validate_every=100", "run.save_every=100", f"model.torch_compile={flag}")
+        assert train(configure(*overrides, f"run.output_dir={tmp_path}/{flag}")).finished
+    for eager, compiled in zip(rows(tmp_path / "false"), rows(tmp_path / "true"), strict=True):
+        assert eager == pytest.approx(compiled, rel=1e-4)
