@@ -7,7 +7,7 @@ before its own, through zero times infinity; finite tokens never do.
 
 import torch
 
-from . import gluon_forward, gluon_reverse, gluon_state_gradients, triton_chunk
+from . import gluon_forward, gluon_mask_gradients, gluon_reverse, gluon_state_gradients, triton_chunk
 from .chunks import CHUNK as C
 from .gluon_compat import descriptor
 
@@ -98,6 +98,25 @@ def state_gradients(p, q, k, do, y, dw, h, dh, t):
     return dq, dkr, dkw, dtab, ddec
 
 
+def finish(p, q, k, y, do, dw, t, parts, out):
+    NC, R = t.chunks.shape[0], p.B * p.T
+    dqs, dkr, dkw, dtab, ddec = parts
+
+    def keys(x):
+        return descriptor(x, (R, p.H * D), [C, D])
+
+    def values(x):
+        return descriptor(x, (R, p.HV * D), [C, D])
+
+    gluon_mask_gradients.mask_gradients_kernel[(NC, p.H)](
+        keys(q), keys(k), values(y), values(do), values(dw), keys(dqs), keys(dkr), keys(dkw), keys(out.dq),
+        keys(out.dk),
+        t.q2t, t.k2t, t.bt, t.gc, dtab, ddec, t.chunks, *out, p.scale, NC,
+        H=p.H, HV=p.HV, E=p.E, EP=triton_chunk.padded(p.E), C=C, K=D, NDB=ddec.shape[0],
+        DELTA=p.delta_rule, GATE=p.gate or "none", num_warps=4,
+    )  # fmt: skip
+
+
 saved_like = triton_chunk.saved_like
 
 
@@ -107,5 +126,5 @@ def forward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
 
 def backward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht):
     return triton_chunk.run_backward(
-        reverse, state_gradients, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht
+        reverse, state_gradients, finish, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht
     )

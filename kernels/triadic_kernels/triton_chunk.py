@@ -147,22 +147,41 @@ def state_gradients(p, q, k, do, y, dw, h, dh, t):
     return dq, dkr, dkw, dtab, ddec
 
 
-def finish(p, q, k, y, do, dw, g, t, parts):
-    """Kernel 6: (dq, dk, dq2, dk2, dg, dbeta), the last four float32, dg None without decay."""
+class Gradients(NamedTuple):
+    """What kernel 6 fills; the last four are float32, dg is None without decay."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dq2: torch.Tensor
+    dk2: torch.Tensor
+    dbeta: torch.Tensor
+    dg: torch.Tensor | None
+
+
+def gradients_like(p, q, k, g, t) -> Gradients:
+    """Uninitialised outputs of kernel 6."""
+    slices = p.B, p.T, p.H, p.E
+    return Gradients(
+        dq=torch.empty_like(q),
+        dk=torch.empty_like(k),
+        dq2=t.tab.new_empty(slices),
+        dk2=t.tab.new_empty(slices),
+        dbeta=t.tab.new_empty(p.B, p.T, p.HV),
+        dg=None if g is None else t.tab.new_empty(g.shape),
+    )
+
+
+def finish(p, q, k, y, do, dw, t, parts, out):
+    """Kernel 6: fills out, a Gradients."""
     NC, s = t.chunks.shape[0], launch(p)
     dqs, dkr, dkw, dtab, ddec = parts
-    dq, dk = torch.empty_like(q), torch.empty_like(k)
-    dq2, dk2 = t.tab.new_empty(p.B, p.T, p.H, p.E), t.tab.new_empty(p.B, p.T, p.H, p.E)
-    dbeta = t.tab.new_empty(p.B, p.T, p.HV)
-    dg = None if g is None else t.tab.new_empty(g.shape)
     mask_gradients_kernel[(NC, p.H)](
         q, k, y, do, dw, t.q2t, t.k2t, t.bt, t.gc, dtab, ddec, t.chunks, dqs, dkr, dkw,
-        dq, dk, dq2, dk2, dbeta, dg, p.scale, NC,
+        *out, p.scale, NC,
         EP=padded(p.E), K=p.K, V=p.V, NKB=dtab.shape[0], NDB=ddec.shape[0],
         DELTA=p.delta_rule, GATE=p.gate or "none",
         **shapes(p), **s.mask_gradients,
     )  # fmt: skip
-    return dq, dk, dq2, dk2, dg, dbeta
 
 
 def run_forward(recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
@@ -182,7 +201,7 @@ def run_forward(recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
     return o, state if p.output_final else None, [*t, y, h]
 
 
-def run_backward(reverse, state_gradients, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht):
+def run_backward(reverse, state_gradients, finish, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht):
     *t, y, h = saved
     t, do = Tables(*t), do.contiguous()
     dstate = q.new_zeros(p.N, p.HV, p.E, p.K, p.V, dtype=torch.float32)
@@ -194,12 +213,14 @@ def run_backward(reverse, state_gradients, p, q, k, v, q2, k2, g, beta, h0, cu_s
     del dstate  # megabytes that the peak below need not carry
     parts = state_gradients(p, q, k, do, y, dw, h, dh, t)
     del h, dh
-    dq, dk, dq2, dk2, dg, dbeta = finish(p, q, k, y, do, dw, g, t, parts)
+    out = gradients_like(p, q, k, g, t)
+    finish(p, q, k, y, do, dw, t, parts, out)
 
     def like(x, dx):
         return None if x is None else dx.to(x.dtype)
 
-    return dq, dk, dw, like(q2, dq2), like(k2, dk2), like(g, dg), like(beta, dbeta), dh0
+    slices = like(q2, out.dq2), like(k2, out.dk2), like(g, out.dg), like(beta, out.dbeta)
+    return out.dq, out.dk, dw, *slices, dh0
 
 
 def saved_like(p, q, cu_seqlens):
@@ -211,4 +232,4 @@ def forward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
 
 
 def backward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht):
-    return run_backward(reverse, state_gradients, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht)
+    return run_backward(reverse, state_gradients, finish, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht)
