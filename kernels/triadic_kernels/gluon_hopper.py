@@ -1,13 +1,15 @@
-"""Back end "gluon_hopper": the six kernels of triton_chunk.py, with 3, 4 and 5 in Gluon for compute capability 9.0.
+"""Back end "gluon_hopper": the six kernels of triton_chunk.py, all but the first in Gluon for compute capability 9.0.
 
 Tiles are loaded whole, so a token that is not finite (q, k, v or gradient) reaches the last chunk of the document
-packed
-before its own, through zero times infinity; finite tokens never do.
+packed before its own, through zero times infinity; finite tokens never do.
 """
 
-import torch
+from functools import lru_cache
 
-from . import gluon_forward, gluon_mask_gradients, gluon_reverse, gluon_state_gradients, triton_chunk
+import torch
+import triton
+
+from . import gluon_forward, gluon_mask_gradients, gluon_masks, gluon_reverse, gluon_state_gradients, triton_chunk
 from .chunks import CHUNK as C
 from .gluon_compat import descriptor
 
@@ -37,6 +39,15 @@ def table_descriptors(p, t):
         descriptor(*tab, [2 * p.E, C], bits=32),
         descriptor(*tab, [p.E, C], bits=32),
     )
+
+
+def masks(p, q, k, t):
+    NC, R = t.chunks.shape[0], p.B * p.T
+    gluon_masks.masks_kernel[(NC, p.H)](
+        descriptor(q, (R, p.H * D), [C, D]), descriptor(k, (R, p.H * D), [C, D]),
+        descriptor(t.tp, (p.HV * NC * 2 * C, C), [2 * C, C]), t.gc, t.q2t, t.k2t, t.bt, t.chunks, p.scale, NC,
+        H=p.H, HV=p.HV, E=p.E, EP=triton_chunk.padded(p.E), C=C, K=D, DELTA=p.delta_rule, num_warps=4,
+    )  # fmt: skip
 
 
 def recur(p, q, k, v, t, state, o, y, h):
@@ -79,6 +90,11 @@ def reverse(p, q, k, do, t, dstate, dw, dh):
     )  # fmt: skip
 
 
+@lru_cache
+def processors(device_index: int) -> int:
+    return triton.runtime.driver.active.utils.get_device_properties(device_index)["multiprocessor_count"]
+
+
 def state_gradients(p, q, k, do, y, dw, h, dh, t):
     NC, R = t.chunks.shape[0], p.B * p.T
     dq, dkr, dkw = torch.empty_like(q), torch.empty_like(k), torch.empty_like(k)
@@ -90,7 +106,7 @@ def state_gradients(p, q, k, do, y, dw, h, dh, t):
     def states(x):
         return descriptor(x, (p.HV * NC * p.E * D, D), [D, D])
 
-    gluon_state_gradients.state_gradients_kernel[(NC, p.H)](
+    gluon_state_gradients.state_gradients_kernel[(min(NC * p.H, processors(q.device.index or 0)),)](
         rows(q, p.H), rows(k, p.H), rows(do, p.HV), rows(y, p.HV), rows(dw, p.HV), states(h), states(dh),
         t.tab, t.chunks, dq, dkr, dkw, dtab, ddec, NC,
         H=p.H, HV=p.HV, E=p.E, K=D, C=C, NS=2, REGISTERS=160, num_warps=4,
@@ -121,7 +137,7 @@ saved_like = triton_chunk.saved_like
 
 
 def forward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
-    return triton_chunk.run_forward(recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep)
+    return triton_chunk.run_forward(masks, recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep)
 
 
 def backward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht):

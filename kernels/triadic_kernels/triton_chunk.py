@@ -92,22 +92,27 @@ def kept_like(p, device) -> tuple[torch.Tensor, torch.Tensor]:
     return y, torch.empty(p.HV, NC, p.E, p.V, p.K, dtype=p.dtype, device=device)
 
 
-def prepare(p, q, k, q2, k2, g, beta, cu_seqlens) -> Tables:
+def prepare(masks, p, q, k, q2, k2, g, beta, cu_seqlens) -> Tables:
     """Kernels 1 and 2."""
     NC = chunks.count(p.B, p.T, p.N, p.varlen)
     ch, sequences, order = chunks.tables(p.B, p.T, cu_seqlens, q.device)
     t = tables_like(p, q.device)._replace(chunks=ch, sequences=sequences, order=order)
-    settings = launch(p)
     gates_kernel[(NC, p.HV)](
         q2, k2, g, beta, t.chunks, t.tab, t.dec, t.gc, t.q2t, t.k2t, t.bt, p.scale, NC,
         EP=padded(p.E), HAS_Q2=p.has_q2, GATE=p.gate or "none", HAS_BETA=p.has_beta,
-        DELTA=p.delta_rule, **shapes(p), **settings.gates,
+        DELTA=p.delta_rule, **shapes(p), **launch(p).gates,
     )  # fmt: skip
+    masks(p, q, k, t)
+    return t
+
+
+def masks(p, q, k, t):
+    """Kernel 2: fills t.tp."""
+    NC = t.chunks.shape[0]
     masks_kernel[(NC, p.H)](
         q, k, t.gc, t.q2t, t.k2t, t.bt, t.chunks, t.tp, p.scale, NC,
-        EP=padded(p.E), K=p.K, DELTA=p.delta_rule, **shapes(p), **settings.masks,
+        EP=padded(p.E), K=p.K, DELTA=p.delta_rule, **shapes(p), **launch(p).masks,
     )  # fmt: skip
-    return t
 
 
 def recur(p, q, k, v, t, state, o, y, h):
@@ -184,8 +189,8 @@ def finish(p, q, k, y, do, dw, t, parts, out):
     )  # fmt: skip
 
 
-def run_forward(recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
-    t = prepare(p, q, k, q2, k2, g, beta, cu_seqlens)
+def run_forward(masks, recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
+    t = prepare(masks, p, q, k, q2, k2, g, beta, cu_seqlens)
     y, h = kept_like(p, q.device) if keep else (None, None)
     if not p.delta_rule and keep:
         y = v.clone()
@@ -228,7 +233,7 @@ def saved_like(p, q, cu_seqlens):
 
 
 def forward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
-    return run_forward(recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep)
+    return run_forward(masks, recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep)
 
 
 def backward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht):
