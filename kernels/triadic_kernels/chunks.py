@@ -27,6 +27,11 @@ def tables(B: int, T: int, cu_seqlens, device):
     return _build(cu_seqlens.long(), count(B, T, cu_seqlens.numel() - 1, True))
 
 
+def tables_like(N: int, NC: int, device):
+    """Uninitialised (chunks, sequences, order)."""
+    return tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in ((NC, 3), (N, 2), (N,)))
+
+
 @lru_cache(maxsize=128)
 def _equal(B, T, device):
     return _build(torch.arange(B + 1, device=device) * T, count(B, T, B, False))

@@ -10,6 +10,8 @@ import torch
 from . import gluon_forward, gluon_reverse, gluon_state_gradients, triton_chunk
 from .chunks import CHUNK as C
 from .gluon_compat import descriptor
+from .launch import bound
+from .triton_chunk import count
 
 # E -> columns of V per program, rows of a wgmma tile, warps: measured fastest on an H200
 TILES = {1: (64, 64, 4), 2: (32, 64, 4), 4: (16, 64, 4), 8: (16, 64, 4), 16: (16, 128, 8)}
@@ -28,72 +30,78 @@ def unsupported(p) -> str | None:
     return None
 
 
-def table_descriptors(p, t):
+def constants(p):
+    return dict(H=p.H, HV=p.HV, E=p.E, K=D, C=C)
+
+
+def tiles(p):
+    BV, M, warps = TILES[p.E]
+    return dict(V=D, BV=BV, M=M, num_warps=warps, **constants(p))
+
+
+@bound(gluon_forward.forward_kernel)
+def forward_recurrence(p, keep):
+    return dict(KEEP=keep, **tiles(p))
+
+
+@bound(gluon_reverse.reverse_kernel)
+def reverse_recurrence(p):
+    return tiles(p)
+
+
+@bound(gluon_state_gradients.state_gradients_kernel)
+def partial_gradients(p):
+    return dict(NS=2, REGISTERS=160, num_warps=4, **constants(p))
+
+
+def rows(x, p, heads, columns=D):
+    """TMA descriptor of q, k, v, ...: a chunk's tokens, so many columns of one head."""
+    return descriptor(x, (p.B * p.T, heads * D), [C, columns])
+
+
+def table_descriptors(p, t, NC):
     """TMA descriptors of tp [2C, C], of the read tables [2E, C] and of the write table [E, C] of a chunk."""
-    rows = p.HV * t.chunks.shape[0]
-    tab = t.tab, (rows * 3 * p.E, C)
+    n = p.HV * NC
+    tab = t.tab, (n * 3 * p.E, C)
     return (
-        descriptor(t.tp, (rows * 2 * C, C), [2 * C, C]),
+        descriptor(t.tp, (n * 2 * C, C), [2 * C, C]),
         descriptor(*tab, [2 * p.E, C], bits=32),
         descriptor(*tab, [p.E, C], bits=32),
     )
 
 
 def recur(p, q, k, v, t, state, o, y, h):
-    NC = t.chunks.shape[0]
-    BV, M, warps = TILES[p.E]
-    R = p.B * p.T
-
-    def keys(x):
-        return descriptor(x, (R, p.H * D), [C, D])
-
-    def values(x):
-        return descriptor(x, (R, p.HV * D), [C, BV])
-
-    keep = h is not None
-    d_o = values(o)
+    NC, keep = count(p), h is not None
+    BV, M, _ = TILES[p.E]
+    d_o = rows(o, p, p.HV, BV)
     d_h = descriptor(h, (p.HV * NC * p.E, D, D), [M // BV, BV, D]) if keep else d_o
-    gluon_forward.forward_kernel[(p.N * p.HV * (D // BV),)](
-        keys(k), keys(q), values(v), *table_descriptors(p, t), d_o, d_h, values(y) if keep else d_o,
-        t.dec, t.chunks, t.sequences, t.order, state, o, y if keep else o, NC,
-        H=p.H, HV=p.HV, E=p.E, K=D, V=D, BV=BV, M=M, C=C, KEEP=keep, num_warps=warps,
+    forward_recurrence(p, q.device, keep)(
+        (p.N * p.HV * (D // BV), 1, 1),
+        rows(k, p, p.H), rows(q, p, p.H), rows(v, p, p.HV, BV), *table_descriptors(p, t, NC), d_o, d_h,
+        rows(y, p, p.HV, BV) if keep else d_o, t.dec, t.chunks, t.sequences, t.order, state, o, y if keep else o, NC,
     )  # fmt: skip
 
 
 def reverse(p, q, k, do, t, dstate, dw, dh):
-    NC = t.chunks.shape[0]
-    BV, M, warps = TILES[p.E]
-    R = p.B * p.T
-
-    def keys(x):
-        return descriptor(x, (R, p.H * D), [C, D])
-
-    def values(x):
-        return descriptor(x, (R, p.HV * D), [C, BV])
-
-    d_dh = descriptor(dh, (p.HV * NC * p.E, D, D), [M // BV, BV, D])
-    gluon_reverse.reverse_kernel[(p.N * p.HV * (D // BV),)](
-        keys(k), keys(q), values(do), *table_descriptors(p, t), values(dw), d_dh,
+    NC = count(p)
+    BV, M, _ = TILES[p.E]
+    reverse_recurrence(p, q.device)(
+        (p.N * p.HV * (D // BV), 1, 1),
+        rows(k, p, p.H), rows(q, p, p.H), rows(do, p, p.HV, BV), *table_descriptors(p, t, NC), rows(dw, p, p.HV, BV),
+        descriptor(dh, (p.HV * NC * p.E, D, D), [M // BV, BV, D]),
         t.dec, t.chunks, t.sequences, t.order, dstate, dw, NC,
-        H=p.H, HV=p.HV, E=p.E, K=D, V=D, BV=BV, M=M, C=C, num_warps=warps,
     )  # fmt: skip
 
 
 def state_gradients(p, q, k, do, y, dw, h, dh, t):
-    NC, R = t.chunks.shape[0], p.B * p.T
+    NC = count(p)
     dq, dkr, dkw = torch.empty_like(q), torch.empty_like(k), torch.empty_like(k)
-    dtab, ddec = t.tab.new_empty(1, *t.tab.shape), t.dec.new_empty(2, *t.dec.shape)
-
-    def rows(x, heads):
-        return descriptor(x, (R, heads * D), [C, D])
-
-    def states(x):
-        return descriptor(x, (p.HV * NC * p.E * D, D), [D, D])
-
-    gluon_state_gradients.state_gradients_kernel[(NC, p.H)](
-        rows(q, p.H), rows(k, p.H), rows(do, p.HV), rows(y, p.HV), rows(dw, p.HV), states(h), states(dh),
-        t.tab, t.chunks, dq, dkr, dkw, dtab, ddec, NC,
-        H=p.H, HV=p.HV, E=p.E, K=D, C=C, NS=2, REGISTERS=160, num_warps=4,
+    dtab, ddec = t.tab.new_empty(1, t.tab.numel()), t.dec.new_empty(2, t.dec.numel())
+    states = (p.HV * NC * p.E * D, D), [D, D]
+    partial_gradients(p, q.device)(
+        (NC, p.H, 1),
+        rows(q, p, p.H), rows(k, p, p.H), rows(do, p, p.HV), rows(y, p, p.HV), rows(dw, p, p.HV),
+        descriptor(h, *states), descriptor(dh, *states), t.tab, t.chunks, dq, dkr, dkw, dtab, ddec, NC,
     )  # fmt: skip
     return dq, dkr, dkw, dtab, ddec
 
