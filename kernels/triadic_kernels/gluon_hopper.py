@@ -11,7 +11,7 @@ from . import gluon_forward, gluon_reverse, gluon_state_gradients, triton_chunk
 from .chunks import CHUNK as C
 from .gluon_compat import descriptor
 from .launch import bound
-from .triton_chunk import count
+from .triton_chunk import count, finish
 
 # E -> columns of V per program, rows of a wgmma tile, warps: measured fastest on an H200
 TILES = {1: (64, 64, 4), 2: (32, 64, 4), 4: (16, 64, 4), 8: (16, 64, 4), 16: (16, 128, 8)}
@@ -54,9 +54,20 @@ def partial_gradients(p):
     return dict(NS=2, REGISTERS=160, num_warps=4, **constants(p))
 
 
-def rows(x, p, heads, columns=D):
-    """TMA descriptor of q, k, v, ...: a chunk's tokens, so many columns of one head."""
-    return descriptor(x, (p.B * p.T, heads * D), [C, columns])
+def of_keys(p):
+    """How TMA descriptors see q, k and their gradients: a chunk's tokens of one head at a time."""
+    return (p.B * p.T, p.H * D), [C, D]
+
+
+def of_values(p, columns=D):
+    """The same for v, o, y and their gradients, so many columns of a head at a time."""
+    return (p.B * p.T, p.HV * D), [C, columns]
+
+
+def of_states(p, NC):
+    """The same for h and dh in kernels 3 and 4."""
+    BV, M, _ = TILES[p.E]
+    return (p.HV * NC * p.E, D, D), [M // BV, BV, D]
 
 
 def table_descriptors(p, t, NC):
@@ -71,24 +82,24 @@ def table_descriptors(p, t, NC):
 
 
 def recur(p, q, k, v, t, state, o, y, h):
-    NC, keep = count(p), h is not None
-    BV, M, _ = TILES[p.E]
-    d_o = rows(o, p, p.HV, BV)
-    d_h = descriptor(h, (p.HV * NC * p.E, D, D), [M // BV, BV, D]) if keep else d_o
+    NC, keep, BV = count(p), h is not None, TILES[p.E][0]
+    keys, values = of_keys(p), of_values(p, BV)
+    d_o = descriptor(o, *values)
     forward_recurrence(p, q.device, keep)(
         (p.N * p.HV * (D // BV), 1, 1),
-        rows(k, p, p.H), rows(q, p, p.H), rows(v, p, p.HV, BV), *table_descriptors(p, t, NC), d_o, d_h,
-        rows(y, p, p.HV, BV) if keep else d_o, t.dec, t.chunks, t.sequences, t.order, state, o, y if keep else o, NC,
+        descriptor(k, *keys), descriptor(q, *keys), descriptor(v, *values), *table_descriptors(p, t, NC), d_o,
+        descriptor(h, *of_states(p, NC)) if keep else d_o, descriptor(y, *values) if keep else d_o,
+        t.dec, t.chunks, t.sequences, t.order, state, o, y if keep else o, NC,
     )  # fmt: skip
 
 
 def reverse(p, q, k, do, t, dstate, dw, dh):
-    NC = count(p)
-    BV, M, _ = TILES[p.E]
+    NC, BV = count(p), TILES[p.E][0]
+    keys, values = of_keys(p), of_values(p, BV)
     reverse_recurrence(p, q.device)(
         (p.N * p.HV * (D // BV), 1, 1),
-        rows(k, p, p.H), rows(q, p, p.H), rows(do, p, p.HV, BV), *table_descriptors(p, t, NC), rows(dw, p, p.HV, BV),
-        descriptor(dh, (p.HV * NC * p.E, D, D), [M // BV, BV, D]),
+        descriptor(k, *keys), descriptor(q, *keys), descriptor(do, *values), *table_descriptors(p, t, NC),
+        descriptor(dw, *values), descriptor(dh, *of_states(p, NC)),
         t.dec, t.chunks, t.sequences, t.order, dstate, dw, NC,
     )  # fmt: skip
 
@@ -97,11 +108,12 @@ def state_gradients(p, q, k, do, y, dw, h, dh, t):
     NC = count(p)
     dq, dkr, dkw = torch.empty_like(q), torch.empty_like(k), torch.empty_like(k)
     dtab, ddec = t.tab.new_empty(1, t.tab.numel()), t.dec.new_empty(2, t.dec.numel())
-    states = (p.HV * NC * p.E * D, D), [D, D]
+    keys, values, states = of_keys(p), of_values(p), ((p.HV * NC * p.E * D, D), [D, D])
     partial_gradients(p, q.device)(
         (NC, p.H, 1),
-        rows(q, p, p.H), rows(k, p, p.H), rows(do, p, p.HV), rows(y, p, p.HV), rows(dw, p, p.HV),
-        descriptor(h, *states), descriptor(dh, *states), t.tab, t.chunks, dq, dkr, dkw, dtab, ddec, NC,
+        descriptor(q, *keys), descriptor(k, *keys), descriptor(do, *values), descriptor(y, *values),
+        descriptor(dw, *values), descriptor(h, *states), descriptor(dh, *states),
+        t.tab, t.chunks, dq, dkr, dkw, dtab, ddec, NC,
     )  # fmt: skip
     return dq, dkr, dkw, dtab, ddec
 
@@ -115,5 +127,5 @@ def forward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
 
 def backward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht):
     return triton_chunk.run_backward(
-        reverse, state_gradients, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht
+        reverse, state_gradients, finish, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht
     )

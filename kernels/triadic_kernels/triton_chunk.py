@@ -170,19 +170,38 @@ def state_gradients(p, q, k, do, y, dw, h, dh, t):
     return dq, dkr, dkw, dtab, ddec
 
 
-def finish(p, q, k, y, do, dw, g, t, parts):
-    """Kernel 6: (dq, dk, dq2, dk2, dg, dbeta), the last four float32, dg None without decay."""
+class Gradients(NamedTuple):
+    """What kernel 6 fills; the last four are float32, dg is None without decay."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dq2: torch.Tensor
+    dk2: torch.Tensor
+    dbeta: torch.Tensor
+    dg: torch.Tensor | None
+
+
+def gradients_like(p, q, k, g, t) -> Gradients:
+    """Uninitialised outputs of kernel 6."""
+    slices = p.B, p.T, p.H, p.E
+    return Gradients(
+        dq=torch.empty_like(q),
+        dk=torch.empty_like(k),
+        dq2=t.tab.new_empty(slices),
+        dk2=t.tab.new_empty(slices),
+        dbeta=t.tab.new_empty(p.B, p.T, p.HV),
+        dg=None if g is None else t.tab.new_empty(g.shape),
+    )
+
+
+def finish(p, q, k, y, do, dw, t, parts, out):
+    """Kernel 6: fills out, a Gradients."""
     NC = count(p)
     dqs, dkr, dkw, dtab, ddec = parts
-    dq, dk = torch.empty_like(q), torch.empty_like(k)
-    dq2, dk2 = t.tab.new_empty(p.B, p.T, p.H, p.E), t.tab.new_empty(p.B, p.T, p.H, p.E)
-    dbeta = t.tab.new_empty(p.B, p.T, p.HV)
-    dg = None if g is None else t.tab.new_empty(g.shape)
     mask_gradients(p, q.device, dtab.shape[0], ddec.shape[0])(
         (NC, p.H, 1), q, k, y, do, dw, t.q2t, t.k2t, t.bt, t.gc, dtab, ddec, t.chunks, dqs, dkr, dkw,
-        dq, dk, dq2, dk2, dbeta, dg, p.scale, NC,
+        *out, p.scale, NC,
     )  # fmt: skip
-    return dq, dk, dq2, dk2, dg, dbeta
 
 
 def state_from(p, given, device):
@@ -206,7 +225,7 @@ def run_forward(recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
     return o, state if p.output_final else None, [buffer, tp, y, h, *packed] if keep else []
 
 
-def run_backward(reverse, state_gradients, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht):
+def run_backward(reverse, state_gradients, finish, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht):
     q, k, do, buffer, tp, y, h, *packed = map(aligned, (q, k, do, *saved))
     t = tables(p, cu_seqlens, buffer, tp, packed)
     with current(q.device):
@@ -217,10 +236,10 @@ def run_backward(reverse, state_gradients, p, q, k, v, q2, k2, g, beta, h0, cu_s
         del dstate  # megabytes that the peak below need not carry
         parts = state_gradients(p, q, k, do, y, dw, h, dh, t)
         del h, dh
-        dq, dk, dq2, dk2, dg, dbeta = finish(p, q, k, y, do, dw, g, t, parts)
-    return (
-        dq, dk, dw, None if q2 is None else dq2, None if k2 is None else dk2, dg, None if beta is None else dbeta, dh0
-    )  # fmt: skip
+        out = gradients_like(p, q, k, g, t)
+        finish(p, q, k, y, do, dw, t, parts, out)
+    slices = (None if q2 is None else out.dq2), (None if k2 is None else out.dk2)
+    return out.dq, out.dk, dw, *slices, out.dg, (None if beta is None else out.dbeta), dh0
 
 
 def saved_like(p, q, cu_seqlens):
@@ -233,4 +252,4 @@ def forward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
 
 
 def backward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht):
-    return run_backward(reverse, state_gradients, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht)
+    return run_backward(reverse, state_gradients, finish, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht)
