@@ -25,15 +25,17 @@ INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)  # Triton's int
 
 
 class Tables(NamedTuple):
-    """What kernels 1 and 2 leave; shapes in masks.py and chunks.py, those between order and tp flat."""
+    """What kernels 1 and 2 leave; shapes in masks.py and chunks.py, those between order and tp flat. Kernels 3 to 5 do
+    without gc, q2t, k2t and bt.
+    """
 
     chunks: torch.Tensor
     sequences: torch.Tensor
     order: torch.Tensor
-    gc: torch.Tensor
-    q2t: torch.Tensor
-    k2t: torch.Tensor
-    bt: torch.Tensor
+    gc: torch.Tensor | None
+    q2t: torch.Tensor | None
+    k2t: torch.Tensor | None
+    bt: torch.Tensor | None
     tab: torch.Tensor
     dec: torch.Tensor
     tp: torch.Tensor
@@ -103,17 +105,34 @@ def mask_gradients(p, key_blocks, decay_blocks):
     )  # fmt: skip
 
 
-def table_sizes(p) -> tuple[int, ...]:
-    """Elements of gc, q2t, k2t, bt, tab and dec, which lie one behind another in one buffer."""
-    rows, EP = p.HV * count(p), padded(p.E)
-    keys = rows // p.HV * p.H * EP * C
-    return rows * EP * C, keys, keys, rows * C, rows * 3 * p.E * C, rows * p.E
+def keeps_gates(p) -> bool:
+    """Whether gc, q2t, k2t and bt are kept for kernel 6. From 8 slices on they are made again there (0.05 ms for 4 x
+    8192 tokens of 16 heads, against 50 MiB): kernel 5, which comes before, is where memory peaks.
+    """
+    return p.E < 8
+
+
+def gate_sizes(p) -> tuple[int, int, int, int]:
+    """Elements of gc, q2t, k2t and bt, which lie one behind another in one buffer."""
+    values, keys, EP = p.HV * count(p), p.H * count(p), padded(p.E)
+    return values * EP * C, keys * EP * C, keys * EP * C, values * C
+
+
+def state_sizes(p) -> tuple[int, int]:
+    """Elements of tab and dec, the same."""
+    rows = p.HV * count(p) * p.E
+    return rows * 3 * C, rows
 
 
 def tables_like(p, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised: the buffer of `table_sizes`, and tp."""
-    buffer = torch.empty(sum(table_sizes(p)), dtype=torch.float32, device=device)
-    return buffer, torch.empty(p.HV, count(p), 2, C, C, dtype=p.dtype, device=device)
+    """Uninitialised buffers of `gate_sizes` and of `state_sizes`."""
+    sizes = sum(gate_sizes(p)), sum(state_sizes(p))
+    return tuple(torch.empty(size, dtype=torch.float32, device=device) for size in sizes)
+
+
+def masks_like(p, device) -> torch.Tensor:
+    """Uninitialised tp."""
+    return torch.empty(p.HV, count(p), 2, C, C, dtype=p.dtype, device=device)
 
 
 def kept_like(p, device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,17 +143,24 @@ def kept_like(p, device) -> tuple[torch.Tensor, torch.Tensor]:
     return y, torch.empty(p.HV, count(p), p.E, p.V, p.K, dtype=p.dtype, device=device)
 
 
-def tables(p, cu_seqlens, buffer, tp, of_chunks=()) -> Tables:
-    """Names for the parts of the buffer, with the chunk tables, unless those are at hand."""
-    of_chunks = of_chunks or chunks.tables(p.B, p.T, cu_seqlens, tp.device)
-    return Tables(*of_chunks, *buffer.split_with_sizes(table_sizes(p)), tp)
+def tables(p, of_chunks, of_gates, of_states, tp) -> Tables:
+    """Names for the parts of the buffers."""
+    gate_tables = (None,) * 4 if of_gates is None else of_gates.split_with_sizes(gate_sizes(p))
+    return Tables(*of_chunks, *gate_tables, *of_states.split_with_sizes(state_sizes(p)), tp)
 
 
-def prepare(p, q, k, q2, k2, g, beta, t):
-    """Kernels 1 and 2: fill the tables."""
-    NC, device = count(p), q.device
-    gates(p, device)((NC, p.HV, 1), q2, k2, g, beta, t.chunks, t.tab, t.dec, t.gc, t.q2t, t.k2t, t.bt, p.scale, NC)
-    masks(p, device)((NC, p.H, 1), q, k, t.gc, t.q2t, t.k2t, t.bt, t.chunks, t.tp, p.scale, NC)
+def fill_gates(p, q2, k2, g, beta, t):
+    """Kernel 1."""
+    NC = count(p)
+    gates(p, t.tab.device)(
+        (NC, p.HV, 1), q2, k2, g, beta, t.chunks, t.tab, t.dec, t.gc, t.q2t, t.k2t, t.bt, p.scale, NC
+    )  # fmt: skip
+
+
+def fill_masks(p, q, k, t):
+    """Kernel 2."""
+    NC = count(p)
+    masks(p, q.device)((NC, p.H, 1), q, k, t.gc, t.q2t, t.k2t, t.bt, t.chunks, t.tp, p.scale, NC)
 
 
 def recur(p, q, k, v, t, state, o, y, h):
@@ -213,21 +239,27 @@ def state_from(p, given, device):
 
 def run_forward(recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
     q, k, v, q2, k2, g, beta = map(aligned, (q, k, v, q2, k2, g, beta))
-    buffer, tp = tables_like(p, q.device)
+    (of_gates, of_states), tp = tables_like(p, q.device), masks_like(p, q.device)
     y, h = kept_like(p, q.device) if keep else (None, None)
     with current(q.device):
-        t = tables(p, cu_seqlens, buffer, tp)
-        prepare(p, q, k, q2, k2, g, beta, t)
+        t = tables(p, chunks.tables(p.B, p.T, cu_seqlens, q.device), of_gates, of_states, tp)
+        fill_gates(p, q2, k2, g, beta, t)
+        fill_masks(p, q, k, t)
         state = state_from(p, h0, q.device)
         o = torch.empty_like(v)
         recur(p, q, k, v, t, state, o, y, h)
+    if not keep:
+        return o, state if p.output_final else None, []
     packed = t[:3] if p.varlen else ()  # those of a batch are cached
-    return o, state if p.output_final else None, [buffer, tp, y, h, *packed] if keep else []
+    saved = [of_states, tp, y, h, *packed, *([of_gates] if keeps_gates(p) else ())]
+    return o, state if p.output_final else None, saved
 
 
 def run_backward(reverse, state_gradients, finish, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht):
-    q, k, do, buffer, tp, y, h, *packed = map(aligned, (q, k, do, *saved))
-    t = tables(p, cu_seqlens, buffer, tp, packed)
+    q, k, do = map(aligned, (q, k, do))
+    of_states, tp, y, h, *rest = map(aligned, saved)
+    of_gates = rest.pop() if keeps_gates(p) else None
+    t = tables(p, rest or chunks.tables(p.B, p.T, None, q.device), of_gates, of_states, tp)
     with current(q.device):
         dstate = state_from(p, dht, q.device)
         dw, dh = torch.empty_like(v), torch.empty_like(h)
@@ -236,6 +268,9 @@ def run_backward(reverse, state_gradients, finish, p, q, k, v, q2, k2, g, beta, 
         del dstate  # megabytes that the peak below need not carry
         parts = state_gradients(p, q, k, do, y, dw, h, dh, t)
         del h, dh
+        if of_gates is None:
+            t = tables(p, t[:3], *tables_like(p, q.device), tp)
+            fill_gates(p, *map(aligned, (q2, k2, g, beta)), t)
         out = gradients_like(p, q, k, g, t)
         finish(p, q, k, y, do, dw, t, parts, out)
     slices = (None if q2 is None else out.dq2), (None if k2 is None else out.dk2)
@@ -244,7 +279,9 @@ def run_backward(reverse, state_gradients, finish, p, q, k, v, q2, k2, g, beta, 
 
 def saved_like(p, q, cu_seqlens):
     packed = chunks.tables_like(p.N, count(p), q.device) if p.varlen else ()
-    return [*tables_like(p, q.device), *kept_like(p, q.device), *packed]
+    of_gates, of_states = tables_like(p, q.device)
+    kept = of_states, masks_like(p, q.device), *kept_like(p, q.device), *packed
+    return [*kept, of_gates] if keeps_gates(p) else list(kept)
 
 
 def forward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):

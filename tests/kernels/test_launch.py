@@ -161,6 +161,28 @@ def test_inputs_off_alignment_are_copied(monkeypatch):
     assert torch.equal(calls[3][2], do)
 
 
+def test_gates_made_again_come_from_the_same_inputs(monkeypatch):
+    """From 8 slices on the backward runs kernel 1 once more, on what the forward gave it, before kernel 6."""
+    calls = []
+    monkeypatch.setattr(launch.Launcher, "__call__", lambda self, grid, *rest: calls.append((self.kernel, grid, rest)))
+    q, k, v, do = (torch.randn(1, 70, heads, 16).bfloat16() for heads in (1, 1, 2, 2))
+    given = q, k, v, torch.rand(1, 70, 1, 8), torch.rand(1, 70, 1, 8), -torch.rand(1, 70, 2, 8), torch.rand(1, 70, 2)
+    p = SMALL._replace(E=8)
+    saved = triton_chunk.forward(p, *given, None, None, True)[2]
+    triton_chunk.backward(p, *given, None, None, saved, do, None)
+    assert [kernel.__name__ for kernel, _, _ in calls[-3:]] == [
+        *("state_gradients_kernel", "gates_kernel", "mask_gradients_kernel")
+    ]
+    first, again, last = calls[0], calls[-2], calls[-1]
+    assert first[:2] == again[:2]
+    assert all(map(torch.equal, first[2][:5], again[2][:5])), "q2, k2, g, beta, chunks"
+    assert first[2][-2:] == again[2][-2:]
+    tables_of_gates = {x.data_ptr() for x in again[2][7:11]}
+    assert {x.data_ptr() for x in last[2][5:9]} == tables_of_gates, "kernel 6 reads what was made again"
+    kept = {x.data_ptr() for x in saved}
+    assert not kept & {x.data_ptr() for x in again[2][5:11]}, "nothing that autograd keeps is written to"
+
+
 @pytest.mark.parametrize(
     ("shape", "block", "bits"),
     [((130, 256), [64, 128], 16), ((130, 256), [64, 16], 16), ((6, 64), [2, 64], 32), ((4, 16, 128), [2, 16, 128], 16)],
