@@ -10,14 +10,13 @@ import re
 import torch
 from torch import Tensor
 
-from .dispatch import RECURRENT, load, problem, report, select
+from .dispatch import RECURRENT, directly, load, plain, problem, report, select
 from .packing import check_cu_seqlens, check_cu_seqlens_metadata
 from .reference import l2norm
 
 # A copy of this file in another package (a model's remote code) registers its ops under a name of its own.
 NAMESPACE = re.sub(r"\W", "_", __package__ or "triadic_kernels")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 load("reference")  # the torch back end, part of every installation: compiled graphs must find it loaded
 
@@ -86,10 +85,10 @@ def chunk_triadic(
     tensors = [None if x is None else x.contiguous() for x in (q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)]
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     arguments = (*tensors, scale, delta_rule, output_final_state, keep, backend, check)
-    if not _plain(tensors):
+    if not plain(tensors):
         outputs = _op("chunk_forward")(*arguments)
     else:
-        outputs = ChunkTriadic.apply(*arguments) if keep else _forward(*arguments)
+        outputs = ChunkTriadic.apply(*arguments) if keep else directly(_forward, *arguments)
     return outputs[0], outputs[1] if output_final_state else None
 
 
@@ -227,19 +226,6 @@ def _op(name: str):
     return getattr(getattr(torch.ops, NAMESPACE), name)
 
 
-def _plain(tensors) -> bool:
-    """Whether nothing needs to see the op itself: no compiler, function transform, dispatch mode, subclass or meta
-    tensor. Then the functions below run without torch.library around them, which would cost 0.1 ms of host time.
-    """
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and PLAIN.issuperset(map(type, tensors))
-        and not tensors[0].is_meta
-    )
-
-
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -316,8 +302,9 @@ def _differentiate(ctx, gradients):
     tensors, saved = kept[:9], list(kept[9:])
     do = torch.zeros_like(tensors[2]) if gradients[0] is None else gradients[0].contiguous()
     dht = gradients[1].contiguous() if ctx.options[2] and gradients[1] is not None else None
-    direct = _plain((do, dht, *kept)) and not torch.is_grad_enabled()
-    given = iter((_backward if direct else _op("chunk_backward"))(*tensors, saved, do, dht, *ctx.options))
+    direct = plain((do, dht, *kept)) and not torch.is_grad_enabled()
+    arguments = (*tensors, saved, do, dht, *ctx.options)
+    given = iter(directly(_backward, *arguments) if direct else _op("chunk_backward")(*arguments))
     return *(None if x is None else next(given) for x in tensors[:8]), *[None] * 7
 
 
@@ -326,7 +313,7 @@ class ChunkTriadic(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        outputs = _forward(*arguments)
+        outputs = directly(_forward, *arguments)
         _keep_for_backward(ctx, arguments, outputs)
         return tuple(outputs[: 1 + arguments[11]])  # output_final
 

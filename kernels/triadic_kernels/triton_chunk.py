@@ -250,7 +250,7 @@ def run_forward(recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
         recur(p, q, k, v, t, state, o, y, h)
     if not keep:
         return o, state if p.output_final else None, []
-    packed = t[:3] if p.varlen else ()  # those of a batch are cached
+    packed = t[:3] if p.varlen else ()  # those of a batch are at hand in the backward
     saved = [of_states, tp, y, h, *packed, *([of_gates] if keeps_gates(p) else ())]
     return o, state if p.output_final else None, saved
 
@@ -259,8 +259,8 @@ def run_backward(reverse, state_gradients, finish, p, q, k, v, q2, k2, g, beta, 
     q, k, do = map(aligned, (q, k, do))
     of_states, tp, y, h, *rest = map(aligned, saved)
     of_gates = rest.pop() if keeps_gates(p) else None
-    t = tables(p, rest or chunks.tables(p.B, p.T, None, q.device), of_gates, of_states, tp)
     with current(q.device):
+        t = tables(p, rest or chunks.tables(p.B, p.T, None, q.device), of_gates, of_states, tp)
         dstate = state_from(p, dht, q.device)
         dw, dh = torch.empty_like(v), torch.empty_like(h)
         reverse(p, q, k, do, t, dstate, dw, dh)
@@ -280,8 +280,8 @@ def run_backward(reverse, state_gradients, finish, p, q, k, v, q2, k2, g, beta, 
 def saved_like(p, q, cu_seqlens):
     packed = chunks.tables_like(p.N, count(p), q.device) if p.varlen else ()
     of_gates, of_states = tables_like(p, q.device)
-    kept = of_states, masks_like(p, q.device), *kept_like(p, q.device), *packed
-    return [*kept, of_gates] if keeps_gates(p) else list(kept)
+    kept = [of_states, masks_like(p, q.device), *kept_like(p, q.device), *packed]
+    return [*kept, of_gates] if keeps_gates(p) else kept
 
 
 def forward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):

@@ -46,6 +46,37 @@ def test_batch_tables_are_those_of_equal_documents(B, T):
     assert torch.equal(batch[2], packed[2])
 
 
+def test_layers_share_the_tables_of_their_documents(monkeypatch):
+    """One build for the same unchanged tensor; none shared by equal tensors, changed ones or other lengths, nor through
+    torch.library.
+    """
+    cu = torch.tensor([0, 70, 100])
+    assert chunks.tables(1, 100, cu, cu.device) is not chunks.tables(1, 100, cu, cu.device)
+    monkeypatch.setattr(dispatch.CALL, "direct", True)
+    first = chunks.tables(1, 100, cu, cu.device)
+    assert chunks.tables(1, 100, cu, cu.device) is first
+    cu[1] = 30
+    changed = chunks.tables(1, 100, cu, cu.device)
+    assert changed[0][:3].tolist() == [[0, 0, 30], [1, 30, 64], [1, 94, 6]]
+    assert first[0][:3].tolist() == [[0, 0, 64], [0, 64, 6], [1, 70, 30]], "what the first caller holds stays"
+    assert chunks.tables(1, 100, cu.clone(), cu.device) is not changed
+    longer = chunks.tables(1, 300, cu, cu.device)
+    assert longer[0].shape[0] == chunks.count(1, 300, 2, varlen=True)
+    with torch.inference_mode():
+        unversioned = torch.tensor([0, 70, 100])
+        chunks.tables(1, 100, unversioned, cu.device)
+        unversioned[1] = 30
+        assert torch.equal(chunks.tables(1, 100, unversioned, cu.device)[0], changed[0])
+
+
+def test_a_packed_batch_that_is_gone_is_not_mistaken_for_a_new_one(monkeypatch):
+    monkeypatch.setattr(dispatch.CALL, "direct", True)
+    for first in range(1, 50):  # tensors made and dropped, often at the same address
+        table, _, _ = chunks.tables(1, 100, torch.tensor([0, first, 100]), torch.device("cpu"))
+        assert table[:, 2].sum() == 100
+        assert table[0].tolist() == [0, 0, first]
+
+
 @pytest.mark.parametrize(
     ("backend", "change", "reason"),
     [
