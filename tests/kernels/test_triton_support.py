@@ -69,10 +69,15 @@ def test_layers_share_the_tables_of_their_documents(monkeypatch):
         assert torch.equal(chunks.tables(1, 100, unversioned, cu.device)[0], changed[0])
 
 
-def test_a_packed_batch_that_is_gone_is_not_mistaken_for_a_new_one(monkeypatch):
+@pytest.mark.parametrize("kept", [True, False])
+def test_one_packed_batch_is_not_mistaken_for_another(kept, monkeypatch):
+    """Whether the other is still there, or gone and its address taken again."""
     monkeypatch.setattr(dispatch.CALL, "direct", True)
-    for first in range(1, 50):  # tensors made and dropped, often at the same address
-        table, _, _ = chunks.tables(1, 100, torch.tensor([0, first, 100]), torch.device("cpu"))
+    others = []
+    for first in range(1, 50):
+        cu = torch.tensor([0, first, 100])
+        table, _, _ = chunks.tables(1, 100, cu, cu.device)
+        others += [cu] * kept
         assert table[:, 2].sum() == 100
         assert table[0].tolist() == [0, 0, first]
 
