@@ -1,4 +1,4 @@
-"""Back end "gluon_hopper": the six kernels of triton_chunk.py, with 3, 4 and 5 in Gluon for compute capability 9.0.
+"""Back end "gluon_hopper": the six kernels of triton_chunk.py, with 3, 4, 5 and 6 in Gluon for compute capability 9.0.
 
 Tiles are loaded whole, so a token that is not finite (q, k, v or gradient) reaches the last chunk of the document
 packed
@@ -7,11 +7,11 @@ before its own, through zero times infinity; finite tokens never do.
 
 import torch
 
-from . import gluon_forward, gluon_reverse, gluon_state_gradients, triton_chunk
+from . import gluon_forward, gluon_mask_gradients, gluon_reverse, gluon_state_gradients, triton_chunk
 from .chunks import CHUNK as C
 from .gluon_compat import descriptor
 from .launch import bound
-from .triton_chunk import count, finish
+from .triton_chunk import count, padded
 
 # E -> columns of V per program, rows of a wgmma tile, warps: measured fastest on an H200
 TILES = {1: (64, 64, 4), 2: (32, 64, 4), 4: (16, 64, 4), 8: (16, 64, 4), 16: (16, 128, 8)}
@@ -52,6 +52,13 @@ def reverse_recurrence(p):
 @bound(gluon_state_gradients.state_gradients_kernel)
 def partial_gradients(p):
     return dict(NS=2, REGISTERS=160, num_warps=4, **constants(p))
+
+
+@bound(gluon_mask_gradients.mask_gradients_kernel)
+def mask_gradients(p, decay_blocks):
+    return dict(
+        EP=padded(p.E), NDB=decay_blocks, DELTA=p.delta_rule, GATE=p.gate or "none", num_warps=4, **constants(p)
+    )  # fmt: skip
 
 
 def of_keys(p):
@@ -116,6 +123,18 @@ def state_gradients(p, q, k, do, y, dw, h, dh, t):
         t.tab, t.chunks, dq, dkr, dkw, dtab, ddec, NC,
     )  # fmt: skip
     return dq, dkr, dkw, dtab, ddec
+
+
+def finish(p, q, k, y, do, dw, t, parts, out):
+    NC = count(p)
+    dqs, dkr, dkw, dtab, ddec = parts
+    keys, values = of_keys(p), of_values(p)
+    mask_gradients(p, q.device, ddec.shape[0])(
+        (NC, p.H, 1),
+        descriptor(q, *keys), descriptor(k, *keys), descriptor(y, *values), descriptor(do, *values),
+        descriptor(dw, *values), *(descriptor(x, *keys) for x in (dqs, dkr, dkw, out.dq, out.dk)),
+        t.q2t, t.k2t, t.bt, t.gc, dtab, ddec, t.chunks, *out, p.scale, NC,
+    )  # fmt: skip
 
 
 saved_like = triton_chunk.saved_like

@@ -2,7 +2,7 @@
 
     1 gates -> 2 masks -> 3 forward | 4 reverse -> 5 state gradients -> 6 mask gradients
 
-`run_forward` and `run_backward` take kernels 3, 4 and 5 as functions, so that another back end can bring its own for
+`run_forward` and `run_backward` take kernels 3 to 6 as functions, so that another back end can bring its own for
 these and share the rest.
 """
 
