@@ -11,7 +11,7 @@ from . import gluon_forward, gluon_mask_gradients, gluon_reverse, gluon_state_gr
 from .chunks import CHUNK as C
 from .gluon_compat import descriptor
 from .launch import bound
-from .triton_chunk import count, padded
+from .triton_chunk import count, fill_masks, padded
 
 # E -> columns of V per program, rows of a wgmma tile, warps: measured fastest on an H200
 TILES = {1: (64, 64, 4), 2: (32, 64, 4), 4: (16, 64, 4), 8: (16, 64, 4), 16: (16, 128, 8)}
@@ -141,7 +141,7 @@ saved_like = triton_chunk.saved_like
 
 
 def forward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
-    return triton_chunk.run_forward(recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep)
+    return triton_chunk.run_forward(fill_masks, recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep)
 
 
 def backward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht):

@@ -2,7 +2,7 @@
 
     1 gates -> 2 masks -> 3 forward | 4 reverse -> 5 state gradients -> 6 mask gradients
 
-`run_forward` and `run_backward` take kernels 3 to 6 as functions, so that another back end can bring its own for
+`run_forward` and `run_backward` take kernels 2 to 6 as functions, so that another back end can bring its own for
 these and share the rest.
 """
 
@@ -150,7 +150,7 @@ def tables(p, of_chunks, of_gates, of_states, tp) -> Tables:
 
 
 def fill_gates(p, q2, k2, g, beta, t):
-    """Kernel 1."""
+    """Kernel 1: fills the other tables."""
     NC = count(p)
     gates(p, t.tab.device)(
         (NC, p.HV, 1), q2, k2, g, beta, t.chunks, t.tab, t.dec, t.gc, t.q2t, t.k2t, t.bt, p.scale, NC
@@ -158,7 +158,7 @@ def fill_gates(p, q2, k2, g, beta, t):
 
 
 def fill_masks(p, q, k, t):
-    """Kernel 2."""
+    """Kernel 2: fills t.tp."""
     NC = count(p)
     masks(p, q.device)((NC, p.H, 1), q, k, t.gc, t.q2t, t.k2t, t.bt, t.chunks, t.tp, p.scale, NC)
 
@@ -237,7 +237,7 @@ def state_from(p, given, device):
     return torch.zeros(p.N, p.HV, p.E, p.K, p.V, dtype=torch.float32, device=device)
 
 
-def run_forward(recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
+def run_forward(fill_masks, recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
     q, k, v, q2, k2, g, beta = map(aligned, (q, k, v, q2, k2, g, beta))
     (of_gates, of_states), tp = tables_like(p, q.device), masks_like(p, q.device)
     y, h = kept_like(p, q.device) if keep else (None, None)
@@ -285,7 +285,7 @@ def saved_like(p, q, cu_seqlens):
 
 
 def forward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
-    return run_forward(recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep)
+    return run_forward(fill_masks, recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep)
 
 
 def backward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht):
