@@ -1,6 +1,8 @@
 # ruff: noqa: RUF005 - Gluon compiles tuple sums, not unpacking
 """Names of Gluon that moved between Triton 3.6 and 3.9, and what the Gluon kernels here share."""
 
+from functools import lru_cache
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -22,11 +24,23 @@ def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.con
         return memory._reinterpret(dtype, shape, layout)
 
 
+@lru_cache
+def tile_layout(columns, bits, rank):
+    """Shared memory of a tile of so many columns, swizzled as wgmma wants 16-bit tiles."""
+    swizzle = min(128, columns * 2) if bits == 16 else 0
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)
+
+
 def descriptor(x, shape, block, bits=16):
-    """TMA descriptor of tensor x viewed as `shape`, moved in tiles `block`, swizzled as wgmma wants 16-bit tiles."""
-    swizzle = min(128, block[-1] * 2) if bits == 16 else 0
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=len(block))
-    return TensorDescriptor.from_tensor(x.view(shape), block, layout)
+    """TMA descriptor of a contiguous tensor x viewed as `shape` (2 or 3 sizes), moved in tiles `block`.
+
+    Made without TensorDescriptor's own checks, which take as long as a launch; what they check holds here: x aligned to
+    16 bytes (`launch.aligned`), rows of a multiple of 16 bytes, blocks of powers of two.
+    """
+    d = TensorDescriptor.__new__(TensorDescriptor)
+    d.base, d.shape, d.block_shape, d.layout = x, shape, block, tile_layout(block[-1], bits, len(block))
+    d.strides = (shape[1], 1) if len(shape) == 2 else (shape[1] * shape[2], shape[2], 1)
+    return d
 
 
 @gluon.jit
