@@ -94,6 +94,15 @@ def test_accelerates_silent_traps_are_caught(settings_file, tmp_path, launcher, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [["run.stepps=3"], ["parallel.processes=8"], ["model.config=missing.json"]])
+def test_two_processes_refuse_bad_input_once(settings_file, tmp_path, overrides):
+    result = launch(settings_file, ["--multi_gpu"], {"ACCELERATE_USE_CPU": "true"}, *overrides)
+    assert result.returncode != 0
+    assert result.stderr.count("error: ") == 1, result.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_error_on_the_main_rank_reaches_the_caller(configure):
     accelerator = start(configure())
 
