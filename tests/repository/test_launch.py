@@ -19,7 +19,7 @@ def test_a_refusal_is_one_line_and_exit_code_1(monkeypatch, environment, waits):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit, match="^error: too short$"):  # sys.exit prints a message and exits with 1
+    with pytest.raises(SystemExit, match=r"^error: too short$"):  # sys.exit prints a message and exits with 1
         launch.refuse(ValueError("too short"))
     assert slept == waits
     assert launch.is_main() == (environment.get("RANK", "0") == "0")
