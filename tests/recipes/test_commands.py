@@ -127,6 +127,7 @@ def test_every_recipe_has_its_parts():
 
 def test_smoke_runs_every_recipe_and_nothing_else(calls, tmp_path):
     """In a copy, since it begins by removing what runs of that scale have left."""
-    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    for folder in ("recipes", "scripts"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     wanted = [call for recipe in RECIPES for call in calls(recipe / "smoke.sh")]
     assert calls(tmp_path / "recipes" / "smoke.sh") == wanted
