@@ -3,12 +3,20 @@
 
 VENV ?= .venv
 PYTHON ?= python3
+GPU := $(shell command -v nvidia-smi 2>/dev/null)
 # Without a GPU one plain torch release is enough; with one, take what pip finds best for it.
-TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
+TORCH ?= $(if $(GPU),torch,torch==2.13.0)
+# One process, which takes the GPU that it finds. On Linux without one, two: 1.6 times as fast on two CPU cores.
+ONE := accelerate launch --num_processes 1
+TWO := ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 --main_process_port 0
+LAUNCH ?= $(if $(GPU)$(filter-out Linux,$(shell uname -s)),$(ONE),$(TWO))
 INSTALLED ?= $(VENV)/.installed
 BIN := $(VENV)/bin
 export PATH := $(abspath $(BIN)):$(PATH)
 export TOKENIZERS_PARALLELISM := false
+# Models as small as these run faster on one thread than on several, which wait for each other while other programs run.
+OMP_NUM_THREADS ?= 1
+export OMP_NUM_THREADS
 
 DATA ?= data/sotu
 RUN ?= runs/demo
@@ -31,13 +39,12 @@ $(VENV)/.installed: pyproject.toml
 	pip install --quiet --editable ".[eval,demo,dev]"
 	touch $@
 
-# OMP_NUM_THREADS: a model this small decodes several times faster on one thread than on two busy ones.
 demo: $(INSTALLED) ## pretrain a small triadic model on real text, judge it, let it write (minutes on a laptop)
 	python scripts/prepare_data.py --config configs/data/sotu.yaml output=$(DATA) $(DATA_ARGS)
-	accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	$(LAUNCH) --num_machines 1 --mixed_precision no --dynamo_backend no \
 	    scripts/pretrain.py --config configs/train/demo.yaml \
 	    data.train=$(DATA)/train data.validation=$(DATA)/validation run.output_dir=$(RUN) $(TRAIN_ARGS)
-	OMP_NUM_THREADS=1 scripts/eval.sh $(RUN) --suite demo --output $(RUN)/evaluation $(EVAL_ARGS)
+	scripts/eval.sh $(RUN) --suite demo --output $(RUN)/evaluation $(EVAL_ARGS)
 
 demo-smoke: ## the demo at its smallest: every step runs, nothing is learnt
 	rm -rf runs/demo-smoke data/demo-smoke
@@ -60,7 +67,7 @@ format: $(INSTALLED) ## rewrite what ruff can mend
 	ruff format .
 
 test: lint ## lint, import contracts, every test that needs neither minutes nor a GPU, the demo at its smallest
-	OMP_NUM_THREADS=1 pytest -m "not slow and not gpu" --numprocesses $(TEST_PROCESSES) --dist loadfile
+	pytest -m "not slow and not gpu" --numprocesses $(TEST_PROCESSES) --dist loadfile
 	$(MAKE) demo-smoke
 
 test-slow: $(INSTALLED) ## the tests that take minutes

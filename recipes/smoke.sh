@@ -3,6 +3,6 @@
 set -eu
 cd "$(dirname "$0")/.."
 rm -rf runs/smoke data/smoke recipes/*/results/smoke
-for recipe in recipes/*/smoke.sh; do
+for recipe in recipes/figure*/smoke.sh recipes/table*/smoke.sh; do
     "$recipe"
 done

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from triadic import settings
 from triadic.evaluation import SuiteConfig, evaluate
+from triadic.launch import is_main, refuse
 
 SUITES = Path(__file__).resolve().parent.parent / "configs" / "eval"
 
@@ -22,6 +23,7 @@ if __name__ == "__main__":
         suite = settings.load(SuiteConfig, path, args.settings)
         results = evaluate(args.checkpoint, suite, args.output, overwrite=args.overwrite, command=" ".join(sys.argv))
     except ValueError as error:
-        sys.exit(f"error: {error}")
-    print((Path(args.output) / "results.md").read_text())
+        refuse(error)
+    if is_main():
+        print((Path(args.output) / "results.md").read_text())
     sys.exit(0 if all(check["passed"] for check in results["checks"]) else 1)

@@ -6,10 +6,10 @@ says why.
 """
 
 import argparse
-import sys
 
 from transformers.utils.logging import disable_progress_bar
 
+from triadic.launch import refuse
 from triadic.training import NonFiniteError, load_config, train
 
 if __name__ == "__main__":
@@ -21,4 +21,4 @@ if __name__ == "__main__":
     try:
         train(load_config(args.config, args.settings))
     except (ValueError, NonFiniteError) as error:
-        sys.exit(f"error: {error}")
+        refuse(error)

@@ -32,15 +32,18 @@ def measure(folder, config, output):
     return perplexity.measure(context, config.perplexity)
 
 
-def by_hand(folder, data, window=WINDOW):
-    """Losses [windows, window] in float64 from whole logits, window by window, and the document of each."""
+def by_hand(folder, data, window=WINDOW, openings=True):
+    """Losses [windows, window] in float64 from whole logits, window by window, and the document of each.
+
+    Without `openings` a document's windows begin `window` tokens behind its first.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     store = open_store(data / "validation")
     stream = torch.from_numpy(store.tokens(0, store.num_tokens).astype(np.int64))
     edges = [*store.starts(0, store.num_tokens).tolist(), store.num_tokens]
     losses, owners = [], []
     for document in range(len(edges) - 1):
-        at = edges[document]
+        at = edges[document] + (0 if openings else window)
         while at + window + 1 <= edges[document + 1]:
             tokens = stream[at : at + window + 1]
             with torch.no_grad():
@@ -51,9 +54,10 @@ def by_hand(folder, data, window=WINDOW):
     return np.array(losses), np.array(owners)
 
 
-def test_equals_a_loop_over_whole_logits(hf_folder, data, tmp_path):
-    rows = measure(hf_folder, suite(data), tmp_path)
-    losses, owners = by_hand(hf_folder, data)
+@pytest.mark.parametrize("skip", [False, True])
+def test_equals_a_loop_over_whole_logits(hf_folder, data, tmp_path, skip):
+    rows = measure(hf_folder, suite(data, skip_opening_windows=skip), tmp_path)
+    losses, owners = by_hand(hf_folder, data, openings=not skip)
     assert len(owners) > len(set(owners)) > 2
     found = [row for row in rows if row["metric"] == "perplexity"]
     assert [row["position"] for row in found] == [[0, 16], [16, 40], [40, 96]]
@@ -71,51 +75,10 @@ def test_equals_a_loop_over_whole_logits(hf_folder, data, tmp_path):
         assert row["value"] == pytest.approx(losses[:, low:high].mean(), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("model", "buckets"),
-    [
-        ("llama", [0, 16, 40, 96]),
-        ("llama", [0, 8, 32, 64, 96]),
-        ("llama", [0, 30, 50, 96]),
-        ("triadic_hf", [0, 30, 60, 96]),
-    ],
-)
-def test_the_same_tokens_with_their_context_cut(model, data, tmp_path, buckets, request):
-    """Each token of the last bucket alone, after exactly the tokens that its place in the bucket leaves it."""
-    hf_folder = request.getfixturevalue(model)
-    rows = measure(hf_folder, suite(data, buckets=buckets, same_tokens=True, max_windows=3), tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(hf_folder).eval()
-    documents = open_documents(data / "validation", loading.load_checkpoint(str(hf_folder)).tokenizer)
-    windows = full_windows(documents, WINDOW, most=3)
-    tokens = [
-        torch.from_numpy(documents.read(w.document, w.start, w.start + WINDOW + 1).astype(np.int64)) for w in windows
-    ]
-
-    def loss(window, position, context):
-        with torch.no_grad():
-            logits = model(tokens[window][None, position + 1 - context : position + 1]).logits[0, -1].double()
-        return -logits.log_softmax(-1)[tokens[window][position + 1]].item()
-
-    begin = buckets[-2]
-    found = [row for row in rows if row["metric"] == "perplexity"]
-    means = []
-    for row in found:
-        low, high = row["position"]
-        contexts = [low + (t - begin) % (high - low) + 1 for t in range(begin, WINDOW)]
-        values = [[loss(n, begin + i, context) for i, context in enumerate(contexts)] for n in range(3)]
-        means.append(np.mean(values, axis=1))
-        assert row["value"] == pytest.approx(math.exp(np.mean(values)), rel=1e-5)
-        assert row["tokens_scored"] == 3 * (WINDOW - begin)
-    gain = next(row for row in rows if row["metric"] == "context_gain")
-    owners = np.array([w.document for w in windows])
-    assert (gain["value"], gain["se"]) == pytest.approx(
-        perplexity.clustered_mean(means[0] - means[-1], owners), rel=1e-4
-    )
-
-
-def test_standard_errors_are_over_documents(llama, data, tmp_path):
-    rows = measure(llama, suite(data), tmp_path)
-    losses, owners = by_hand(llama, data)
+@pytest.mark.parametrize("skip", [False, True])
+def test_standard_errors_are_over_documents(llama, data, tmp_path, skip):
+    rows = measure(llama, suite(data, skip_opening_windows=skip), tmp_path)
+    losses, owners = by_hand(llama, data, openings=not skip)
 
     def clustered(values):
         total = 0.0
@@ -173,6 +136,9 @@ def test_unigram_equals_a_direct_count(llama, data, tmp_path):
 def test_a_window_needs_the_token_after_it():
     documents = Documents([192, 193, 96, 97, 10], None, "")
     assert full_windows(documents, 96) == [Window(0, 0), Window(1, 0), Window(1, 96), Window(3, 0)]
+    assert full_windows(documents, 96, skip_opening=True) == [Window(1, 96)]
+    with pytest.raises(ValueError, match=r"has the 195 tokens of a full window after its opening window \(the longest"):
+        full_windows(Documents([194], None, ""), 97, skip_opening=True)
 
 
 def test_windows_of_a_document(data, tokenizer):

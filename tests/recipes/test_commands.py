@@ -1,6 +1,7 @@
 """Every command of every recipe: files exist, settings load, and what it reads was made by a command before it."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,11 @@ def test_every_recipe_has_its_parts():
         for scale in SCALES:
             assert f"{scale}.sh" in readme, f"{recipe.name}/README.md does not name {scale}.sh"
         assert f"({recipe.name}/" in (ROOT / "recipes" / "README.md").read_text()
+
+
+def test_smoke_runs_every_recipe_and_nothing_else(calls, tmp_path):
+    """In a copy, since it begins by removing what runs of that scale have left."""
+    for folder in ("recipes", "scripts"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    wanted = [call for recipe in RECIPES for call in calls(recipe / "smoke.sh")]
+    assert calls(tmp_path / "recipes" / "smoke.sh") == wanted

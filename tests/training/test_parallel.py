@@ -70,6 +70,7 @@ def test_two_processes_train_as_one_and_take_over_its_run(configure, settings_fi
     result = launch(settings_file, ["--multi_gpu"], {"ACCELERATE_USE_CPU": "true"}, *uneven, "parallel.processes=2")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "2 processes x 2 micro-batches x 2" in result.stdout
+    assert "Warning" not in result.stderr
     assert result.stdout.count("resuming from") == result.stdout.count("step 12/12 | validation loss") == 1
     ours = [row for row in rows(shared.run.output_dir) if (row["step"], "val_loss" in row) != (2, True)]
     theirs = rows(alone.run.output_dir)
@@ -91,6 +92,15 @@ def test_accelerates_silent_traps_are_caught(settings_file, tmp_path, launcher, 
     result = launch(settings_file, launcher, environment)
     assert result.returncode != 0
     assert message in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [["run.stepps=3"], ["parallel.processes=8"], ["model.config=missing.json"]])
+def test_two_processes_refuse_bad_input_once(settings_file, tmp_path, overrides):
+    result = launch(settings_file, ["--multi_gpu"], {"ACCELERATE_USE_CPU": "true"}, *overrides)
+    assert result.returncode != 0
+    assert result.stderr.count("error: ") == 1, result.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -4,9 +4,10 @@ A window is `window + 1` consecutive tokens of one document; its first `window` 
 `window` the targets, so position p is scored after p + 1 tokens of context and every window scores exactly `window`
 targets. A bucket's perplexity is exp of its mean loss.
 
-Buckets hold the tokens that happen to lie there, which needs many windows to even out (and a document's opening is
-easier than its middle). With `same_tokens` every bucket is scored on the same targets, those of the last bucket: for a
-bucket [a, b) the targets are cut into runs of b - a tokens, each with just the a + 1 tokens before it as context.
+Buckets hold the tokens that happen to lie there. In most windows what lies where is chance, which evens out over many;
+in a document's first window it is not: openings follow a form (a title, a salutation) that is easier to predict than
+the text behind it and falls into the first bucket alone. Where documents are so short that this hides what context
+gives, `skip_opening_windows` leaves each document's first window out.
 
 Every standard error is over documents (windows of one document are not independent): with x_i the value of window i
 and m their mean, SE^2 = G / (G - 1) * sum over documents of (sum over its windows of (x_i - m))^2 / n^2, for G
@@ -69,7 +70,7 @@ def _check_length(checkpoint: Checkpoint, window: int) -> None:
 
 def _windows(context: "Context", config: PerplexityConfig) -> tuple[Documents, list[Window]]:
     documents = open_documents(context.data("validation"), context.checkpoint.tokenizer, context.suite.data.column)
-    return documents, full_windows(documents, config.window, config.max_windows)
+    return documents, full_windows(documents, config.window, config.max_windows, config.skip_opening_windows)
 
 
 def unigram_losses(store: TokenStore, vocabulary: int) -> np.ndarray:
@@ -104,30 +105,9 @@ def curve_edges(window: int, points: int) -> list[int]:
     return [0, *np.unique(np.geomspace(1, window, points).round().astype(int)).tolist()]
 
 
-def bucket_losses(
-    checkpoint: Checkpoint, ids: torch.Tensor, losses: torch.Tensor, buckets: list[int], same_tokens: bool
-) -> torch.Tensor:
-    """Mean loss of each bucket in each window. ids [n, W + 1], losses [n, W] float64 -> [n, buckets] float64"""
-    *others, last = itertools.pairwise(buckets)
-    if not same_tokens:
-        return torch.stack([losses[:, low:high].mean(1) for low, high in (*others, last)], 1)
-    means = []
-    for low, high in others:
-        starts = range(last[0], last[1], high - low)
-        runs = [ids[:, start - low : min(start + high - low, last[1]) + 1] for start in starts]
-        short = runs.pop() if runs[-1].shape[1] <= high else None  # the last run, if it is not a full one
-        total = torch.zeros(len(ids), dtype=torch.float64)
-        if runs:
-            total += _losses(checkpoint, torch.cat(runs))[:, low:].sum(1).view(len(runs), -1).sum(0)
-        if short is not None:
-            total += _losses(checkpoint, short)[:, low:].sum(1)
-        means.append(total / (last[1] - last[0]))
-    return torch.stack([*means, losses[:, last[0] :].mean(1)], 1)
-
-
-def _losses(checkpoint: Checkpoint, ids: torch.Tensor) -> torch.Tensor:
-    """Losses of windows of ids: [n, W + 1] -> [n, W] float64 on the CPU"""
-    return token_losses(checkpoint.model, ids[:, :-1].contiguous(), ids[:, 1:].contiguous()).double().cpu()
+def bucket_losses(losses: torch.Tensor, buckets: list[int]) -> torch.Tensor:
+    """Mean loss of each bucket in each window: [n, W] -> [n, buckets]"""
+    return torch.stack([losses[:, low:high].mean(1) for low, high in itertools.pairwise(buckets)], 1)
 
 
 def _measured(
@@ -146,9 +126,10 @@ def _measured(
     def score(some: list[Window]) -> list[dict[str, Any]]:
         tokens = np.stack([documents.read(w.document, w.start, w.start + config.window + 1) for w in some])
         ids = torch.from_numpy(tokens.astype(np.int64)).to(checkpoint.model.device)  # [b, window + 1]
-        losses = _losses(checkpoint, ids)  # [b, window]
+        losses = token_losses(checkpoint.model, ids[:, :-1].contiguous(), ids[:, 1:].contiguous())  # [b, window]
+        losses = losses.double().cpu()
         parts = {
-            "buckets": bucket_losses(checkpoint, ids, losses, config.buckets, config.same_tokens).numpy(),
+            "buckets": bucket_losses(losses, config.buckets).numpy(),
             "curve": np.add.reduceat(losses.numpy(), edges[:-1], axis=1) / np.diff(edges),
             "whole": losses.mean(1).numpy(),
         }
@@ -179,18 +160,16 @@ def _rows(found: dict[str, np.ndarray], windows: list[Window], config: Perplexit
     for (low, high), values in zip(buckets, found["buckets"].T, strict=True):
         loss, se = clustered_mean(values, owners)
         _, paired_se = clustered_mean(values - found["buckets"][:, -1], owners)
-        first, last = buckets[-1] if config.same_tokens else (low, high)
         rows.append(
             {"metric": "perplexity", "position": [low, high], "value": math.exp(loss)}
             | {"se": None if se is None else math.exp(loss) * se}  # to first order
             | {"loss": loss, "loss_se": se, "loss_minus_last_se": paired_se}
-            | {"tokens_scored": len(windows) * (last - first)}
-            | {"same_tokens": config.same_tokens}
+            | {"tokens_scored": len(windows) * (high - low)}
             | facts
         )
     gain, se = clustered_mean(found["buckets"][:, 0] - found["buckets"][:, -1], owners)
-    between = {"position": [*buckets[0], *buckets[-1]], "same_tokens": config.same_tokens}
-    rows.append({"metric": "context_gain", "value": gain, "se": se} | between | facts)
+    between = [*buckets[0], *buckets[-1]]
+    rows.append({"metric": "context_gain", "position": between, "value": gain, "se": se} | facts)
     whole = {"heldout_loss": found["whole"]}
     if "unigram" in found:
         whole |= {"unigram_loss": found["unigram"], "gain_over_unigram": found["unigram"] - found["whole"]}

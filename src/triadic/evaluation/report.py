@@ -84,7 +84,7 @@ def draw(folder: Path) -> list[Path]:
 
 
 def _draw_positions(rows: list[dict[str, Any]], path: Path) -> Path:
-    """Perplexity against position, with two standard errors: buckets as bars, and where tokens differ also a curve."""
+    """Perplexity against position, with two standard errors: buckets as bars over the finer curve."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -94,22 +94,16 @@ def _draw_positions(rows: list[dict[str, Any]], path: Path) -> Path:
     for number, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
         own = [row for row in rows if row["model"] == model]
         buckets = [row for row in own if row["metric"] == "perplexity"]
-        same_tokens = any(row["same_tokens"] for row in buckets)
-        if not same_tokens:
-            _draw_curve(axes, [row for row in own if row["metric"] == "loss_by_position"], f"C{number}")
+        _draw_curve(axes, [row for row in own if row["metric"] == "loss_by_position"], f"C{number}")
         for row in buckets:
             low, high = row["position"]
             line = axes.plot([low + 1, high], [row["value"]] * 2, color=f"C{number}", linewidth=2.5)
-            error = row["loss_minus_last_se" if same_tokens else "loss_se"] or 0.0
-            axes.errorbar(
-                ((low + 1) * high) ** 0.5, row["value"], 2 * row["value"] * error, color=f"C{number}", capsize=3
-            )
+            middle, error = ((low + 1) * high) ** 0.5, 2 * row["value"] * (row["loss_se"] or 0.0)
+            axes.errorbar(middle, row["value"], error, color=f"C{number}", capsize=3)
         line[0].set_label(model)
     axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="perplexity")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
-    if same_tokens:
-        axes.set_title("the same tokens with less and more context (bars: difference from the last)", fontsize="medium")
     axes.legend()
     axes.grid(alpha=0.3, which="both")
     figure.savefig(path, dpi=150)
@@ -174,11 +168,11 @@ def _positions(results: dict) -> list[str]:
         errors = "" if row["se"] is None else f" ({row['value'] / row['se']:.1f} standard errors)"
         lines += ["", f"{row['model']}: loss at {a}-{b} minus loss at {c}-{d}: {_plus_minus(row, 4)} nats{errors}."]
     if rows:
-        tokens = "every bucket on the tokens of the last one, with their context cut"
+        skipped = results["suite"]["perplexity"]["skip_opening_windows"]
         lines += [
             "",
             f"{rows[0]['windows']} windows of {rows[0]['window']} tokens from {rows[0]['documents']} documents"
-            f"{'; ' + tokens if rows[0]['same_tokens'] else ''}. "
+            f"{', without the window that each document begins with' if skipped else ''}. "
             "Differences are taken within windows, standard errors over documents.",
         ]
     return lines

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -28,6 +29,8 @@ def start(config: TrainConfig) -> Accelerator:
     Precision, accumulation and compilation come from the run's settings, never from the launcher's environment.
     Raises ValueError for a launch that would silently train something else.
     """
+    # torch 2.13 has a new name for it, which accelerate cannot pass on
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = Accelerator(
         mixed_precision="bf16" if config.run.precision == "bf16" else "no",
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # the loop accumulates by itself
