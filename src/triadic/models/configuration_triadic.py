@@ -93,7 +93,7 @@ class TriadicConfig(PreTrainedConfig):
     """
 
     model_type = "triadic"
-    keys_to_ignore_at_inference = ("cache", "past_key_values")
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]
     base_model_tp_plan: ClassVar[dict[str, Any]] = {
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",

@@ -155,7 +155,6 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
         logits_to_keep=0,
         cu_seq_lens_q=None,
         max_length_q=None,
-        shift_labels=None,
         num_items_in_batch=None,
         cache=None,
         **kwargs,
@@ -170,13 +169,16 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
             cu_seq_lens_q: [N + 1] int32, bounds of the documents packed in the one row (B = 1); max_length_q: the
                 longest of them, an int (softmax layers on a GPU read it from the bounds if it is not given).
             past_key_values, cache: a transformers Cache, under either of its names.
-            labels: [B, T], shifted here; or shift_labels [B, T], already shifted. -100 is ignored.
+            labels: [B, T], shifted here; or, by keyword, shift_labels [B, T], already shifted. -100 is ignored.
+                (shift_labels stays out of the signature: transformers' Trainer takes every argument named like a label
+                for one that each evaluation batch must hold.)
             num_items_in_batch: the loss is the sum over targets divided by it (default: the number of targets).
             logits_to_keep: only the last n positions' logits, or those at the given indices.
 
         Raises:
             ValueError: packing together with padding, a cache, or several rows (cu_seq_lens_q).
         """
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -205,10 +207,10 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
 
     def _loss(self, hidden_states, logits, labels, shift_labels, num_items_in_batch):
         """transformers' loss of the logits, or the same from the hidden states in chunks."""
-        if logits is not None:
-            counted = {"shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-            return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **counted)
         targets = shift(labels) if shift_labels is None else shift_labels
+        if logits is not None:
+            counted = {"shift_labels": targets.contiguous(), "num_items_in_batch": num_items_in_batch}
+            return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **counted)
         count = (targets != IGNORE_INDEX).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         return self.lm_head(hidden_states, targets) / count
 
