@@ -217,7 +217,7 @@ def test_bad_tokenizer_writes_nothing_that_blocks_a_mended_configuration(tmp_pat
     config = configure(tmp_path / "out")
     tree = {"output": config.output, "tokenizer": {"pretrained": str(tmp_path / "nowhere")}}
     tree["source"] = {"files": config.source.files, "text_column": "body"}
-    with pytest.raises(ValueError, match=r"tokenizer\.pretrained=.*nowhere cannot be loaded"):
+    with pytest.raises(ValueError, match=r"tokenizer\.pretrained: no tokenizer can be loaded from .*nowhere"):
         prepare(from_dict(DataConfig, tree))
     assert open_store(prepare(config) / "train").num_documents == 60
 

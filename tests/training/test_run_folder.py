@@ -108,6 +108,24 @@ def test_missing_things_are_named(configure, world, tmp_path):
     refuses(configure("batch.micro_batch_windows=3"), "a step of 8 windows")
 
 
+def test_things_that_are_not_what_they_should_be_are_named(configure, world, tmp_path, monkeypatch):
+    refuses(configure(f"model.config={tmp_path}/settings.yaml"), "settings.yaml cannot be used: It looks like")
+    architecture = json.loads((world / "gdn.json").read_text())
+    for name, changes, message in (
+        ("dtype", {"dtype": "bf17"}, "dtype.json cannot be used: module 'torch' has no attribute 'bf17'"),
+        ("key", {"second_key": 2}, "key.json cannot be used: TriadicConfig has no field 'second_key'"),
+        ("llama", {"model_type": "llama"}, "llama.json is a llama model, only triadic models are trained here"),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps(architecture | changes))
+        refuses(configure(f"model.config={tmp_path}/{name}.json"), message)
+    refuses(configure(f"model.tokenizer={world}"), f"no tokenizer can be loaded from {world}")
+    refuses(configure(f"run.output_dir={tmp_path}/settings.yaml/run"), "cannot be written to: Not a directory")
+    absent = f"model.config={world}/hybrid.json", "model.attn_implementation=flash_attention_4"
+    refuses(configure(*absent), "model.attn_implementation cannot be used: ")
+    monkeypatch.setattr("triadic.training.parallel.get_available_trackers", list)
+    refuses(configure("run.trackers=[wandb]"), "run.trackers asks for wandb, which is not installed")
+
+
 def test_data_of_another_tokenizer_is_refused(configure, world, tmp_path):
     (tmp_path / "text.txt").write_text("an entirely different corpus " * 99)
     (tmp_path / "held.txt").write_text("held out")
@@ -151,6 +169,14 @@ def test_init_from_that_cannot_be_used_is_refused(configure, world, tmp_path):
     model.save_pretrained(tmp_path / "gdn")
     other = (f"model.config={world}/hybrid.json", f"model.init_from={tmp_path}/gdn")
     refuses(configure(*other), f"model.init_from {tmp_path}/gdn does not fit model.config")
+    (tmp_path / "wide.json").write_text(
+        (world / "gdn.json").read_text().replace('"hidden_size": 32', '"hidden_size": 64')
+    )
+    other = (f"model.config={tmp_path}/wide.json", f"model.init_from={tmp_path}/gdn")
+    refuses(configure(*other), "does not fit model.config: {'mismatched_keys'")
+    shutil.copytree(tmp_path / "gdn", tmp_path / "torn")
+    (tmp_path / "torn" / "model.safetensors").write_bytes((tmp_path / "gdn" / "model.safetensors").read_bytes()[:-9])
+    refuses(configure(f"model.init_from={tmp_path}/torn"), f"model.init_from {tmp_path}/torn cannot be loaded")
     (tmp_path / "pickled").mkdir()
     shutil.copy(tmp_path / "gdn" / "config.json", tmp_path / "pickled")
     torch.save(model.state_dict(), tmp_path / "pickled" / "pytorch_model.bin")

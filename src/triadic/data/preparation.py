@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 from ..settings import to_dict
 from . import mixture, tokenizer
@@ -218,7 +217,7 @@ def _prepare_mixture(config: DataConfig, output: Path) -> None:
 
 def _meta(tokenizer_folder: Path) -> dict:
     """What a store records about its tokenizer."""
-    made = AutoTokenizer.from_pretrained(str(tokenizer_folder))
+    made = tokenizer.load_tokenizer(tokenizer_folder)
     size = tokenizer.vocab_size(made)
     meta = {"tokenizer_hash": tokenizer.tokenizer_hash(made), "vocab_size": size}
     return meta | {"bos": made.bos_token_id, "eos": made.eos_token_id}

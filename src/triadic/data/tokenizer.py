@@ -44,16 +44,24 @@ def train(config: TrainTokenizer, texts: Iterable[str]) -> PreTrainedTokenizerFa
     )
 
 
+def load_tokenizer(source: str | Path, **options):
+    """The tokenizer in a folder or of a hub id; ValueError in one sentence if there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(str(source), **options)
+    except Exception as error:  # a damaged tokenizer.json makes `tokenizers` raise bare Exceptions
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"no tokenizer can be loaded from {source}: {reason}") from None
+
+
 def load_pretrained(config: TokenizerConfig):
     """The pretrained tokenizer with bos, eos and pad set to entries of its own vocabulary (which never grows).
 
     A missing bos becomes eos, a missing pad becomes eos; a missing eos raises ValueError.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.pretrained, revision=config.revision)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"tokenizer.pretrained={config.pretrained} cannot be loaded: {first}") from None
+        tokenizer = load_tokenizer(config.pretrained, revision=config.revision)
+    except ValueError as error:
+        raise ValueError(f"tokenizer.pretrained: {error}") from None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ValueError(
             f"tokenizer.pretrained={config.pretrained} has no fast (tokenizers) form, which is needed here"
@@ -85,10 +93,7 @@ def tokenizer_hash(tokenizer) -> str:
     does how a version of the library writes the files.
     """
     if isinstance(tokenizer, str | Path):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(str(tokenizer))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"no tokenizer can be loaded from {tokenizer}: {str(error).splitlines()[0]}") from None
+        tokenizer = load_tokenizer(tokenizer)
     entries = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
     probe = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
     content = [entries, _ranking(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, probe]

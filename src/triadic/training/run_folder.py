@@ -80,8 +80,11 @@ class Claim:
         Raises ValueError if it belongs to another run or another process is training there.
         """
         check(self.folder, ours)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.folder / ".lock", "w")  # noqa: SIM115 (stays open as long as the run)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.folder / ".lock", "w")  # noqa: SIM115 (stays open as long as the run)
+        except OSError as error:
+            raise ValueError(f"run.output_dir {self.folder} cannot be written to: {error.strerror}") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
