@@ -124,7 +124,7 @@ def test_damaged_description(copy, content):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"num_tokens": 10**9}, {"num_documents": 0}, {"vocab_size": "300"}, {"dtype": "int8"}, {"files": []}, {"kind": "x"}],
+    [{"num_tokens": 10**9}, {"num_documents": 0}, {"vocab_size": "1"}, {"dtype": "int8"}, {"files": []}, {"kind": "x"}],
     ids=str,
 )
 def test_a_description_that_does_not_add_up(copy, wrong):
