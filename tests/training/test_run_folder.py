@@ -71,6 +71,13 @@ def test_what_does_not_change_the_training_may_change(half_way, rows):
     assert "save_every: 3" in (Path(config.run.output_dir) / "run.yaml").read_text()
 
 
+@pytest.mark.parametrize("content", [b"{", b"\xff"])
+def test_a_run_whose_identity_is_damaged_is_refused(half_way, content):
+    config = half_way()
+    (Path(config.run.output_dir) / "identity.json").write_bytes(content)
+    refuses(config, "identity.json is damaged, so whose run this is is unknown; restore it")
+
+
 def test_a_longer_run_keeps_its_schedule_or_is_refused(half_way):
     config = half_way("run.steps=10", "schedule.decay_steps=12")
     assert train(config).finished

@@ -53,7 +53,13 @@ def check(folder: Path, ours: dict) -> None:
         if any(entry.name != ".lock" for entry in folder.iterdir()):
             raise ValueError(f"run.output_dir {folder} is not empty and is no run's folder; choose another one")
         return
-    theirs = json.loads((folder / "identity.json").read_text())
+    try:
+        theirs = json.loads((folder / "identity.json").read_text())
+    except ValueError:  # no JSON, or no text
+        raise ValueError(
+            f"{folder}/identity.json is damaged, so whose run this is is unknown; restore it, choose another "
+            "run.output_dir, or, to start again, remove the folder"
+        ) from None
     absent = "nothing"
     different = [
         f"{key} is {theirs.get(key, absent)} there and {ours.get(key, absent)} here"
