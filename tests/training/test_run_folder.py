@@ -78,6 +78,15 @@ def test_a_run_whose_identity_is_damaged_is_refused(half_way, content):
     refuses(config, "identity.json is damaged, so whose run this is is unknown; restore it")
 
 
+def test_a_run_that_was_stopped_while_it_claimed_its_folder_begins_again(configure):
+    config = configure("run.steps=4", "schedule.warmup_steps=0")
+    folder = Path(config.run.output_dir)
+    folder.mkdir()
+    (folder / ".lock").touch()
+    (folder / "identity.json.new").write_text('{"run.se')
+    assert train(config).finished
+
+
 def test_a_longer_run_keeps_its_schedule_or_is_refused(half_way):
     config = half_way("run.steps=10", "schedule.decay_steps=12")
     assert train(config).finished
