@@ -59,6 +59,10 @@ class Reserve:
     documents: int = 0
     min_characters: int = 0
 
+    def __post_init__(self):
+        if self.documents < 0 or self.min_characters < 0:
+            raise ValueError("reserve.documents and reserve.min_characters cannot be negative")
+
 
 @dataclass(frozen=True)
 class SourceConfig:

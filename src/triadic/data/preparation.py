@@ -44,7 +44,10 @@ def prepare(config: DataConfig) -> Path:
     else:
         if config.source is not None:
             check_source(config.source)
-        output.mkdir(parents=True, exist_ok=True)
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"the output {output} cannot be made: {error.strerror}; choose another one") from None
         with locked(output):
             sweep(output)
             try:
@@ -134,7 +137,11 @@ def _tokenise_all(
                 bar.update(int(done.lengths.sum()))
                 if splitter.full:
                     break
-    splitter.check()
+    try:
+        splitter.check()
+    except ValueError:  # these parts serve this configuration alone, which can never succeed
+        shutil.rmtree(parts)
+        raise
     return splitter
 
 
