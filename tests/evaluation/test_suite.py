@@ -268,6 +268,13 @@ def test_bad_commands_write_nothing(run_folder, tmp_path, monkeypatch, arguments
     assert not (tmp_path / "out").exists()
 
 
+def test_an_output_that_cannot_be_written(run_folder, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    small = ["perplexity.window=64", "perplexity.buckets=[0,16,64]", "ruler=null", "sample=null", "checks={}"]
+    code = run_script(monkeypatch, "evaluate.py", str(run_folder), "--output", str(tmp_path / "file"), *small)
+    assert re.fullmatch(r"error: .*file/evaluation\.json cannot be written: (Not a directory|File exists)", code)
+
+
 def test_generate_command(run_folder, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["generate.py", str(run_folder), "--prompt", "ka lo", "--max_new_tokens", "6"])
     runpy.run_path(str(ROOT / "scripts" / "generate.py"), run_name="__main__")

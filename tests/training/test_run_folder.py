@@ -180,19 +180,19 @@ def test_init_from_takes_weights_alone_and_a_new_rope_base(configure, world, tmp
 
 
 def test_init_from_that_cannot_be_used_is_refused(configure, world, tmp_path):
-    refuses(configure(f"model.init_from={tmp_path}/nowhere"), f"model.init_from {tmp_path}/nowhere cannot be loaded")
+    refuses(configure(f"model.init_from={tmp_path}/nowhere"), f"model.init_from: {tmp_path}/nowhere cannot be loaded")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(world / "gdn.json"))
     model.save_pretrained(tmp_path / "gdn")
     other = (f"model.config={world}/hybrid.json", f"model.init_from={tmp_path}/gdn")
-    refuses(configure(*other), f"model.init_from {tmp_path}/gdn does not fit model.config")
+    refuses(configure(*other), f"model.init_from: the weights in {tmp_path}/gdn do not fit the model's config; missing")
     (tmp_path / "wide.json").write_text(
         (world / "gdn.json").read_text().replace('"hidden_size": 32', '"hidden_size": 64')
     )
     other = (f"model.config={tmp_path}/wide.json", f"model.init_from={tmp_path}/gdn")
-    refuses(configure(*other), "does not fit model.config: {'mismatched_keys'")
+    refuses(configure(*other), "do not fit the model's config; of another shape: lm_head.weight")
     shutil.copytree(tmp_path / "gdn", tmp_path / "torn")
     (tmp_path / "torn" / "model.safetensors").write_bytes((tmp_path / "gdn" / "model.safetensors").read_bytes()[:-9])
-    refuses(configure(f"model.init_from={tmp_path}/torn"), f"model.init_from {tmp_path}/torn cannot be loaded")
+    refuses(configure(f"model.init_from={tmp_path}/torn"), f"model.init_from: {tmp_path}/torn cannot be loaded")
     (tmp_path / "pickled").mkdir()
     shutil.copy(tmp_path / "gdn" / "config.json", tmp_path / "pickled")
     torch.save(model.state_dict(), tmp_path / "pickled" / "pytorch_model.bin")

@@ -4,7 +4,7 @@ from .config import DataConfig
 from .mixture import MixtureStore
 from .preparation import prepare
 from .store import TokenStore, check_tokenizer, open_store
-from .tokenizer import load_tokenizer, tokenizer_hash
+from .tokenizer import tokenizer_hash
 from .windows import Windows, collate, step_indices
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "Windows",
     "check_tokenizer",
     "collate",
-    "load_tokenizer",
     "open_store",
     "prepare",
     "step_indices",

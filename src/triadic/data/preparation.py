@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from ..models.loading import load_tokenizer
 from ..settings import to_dict
 from . import mixture, tokenizer
 from .assemble import Splitter, assemble
@@ -224,7 +225,7 @@ def _prepare_mixture(config: DataConfig, output: Path) -> None:
 
 def _meta(tokenizer_folder: Path) -> dict:
     """What a store records about its tokenizer."""
-    made = tokenizer.load_tokenizer(tokenizer_folder)
+    made = load_tokenizer(tokenizer_folder)
     size = tokenizer.vocab_size(made)
     meta = {"tokenizer_hash": tokenizer.tokenizer_hash(made), "vocab_size": size}
     return meta | {"bos": made.bos_token_id, "eos": made.eos_token_id}

@@ -13,8 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
+from ..models.loading import load_tokenizer
 from .config import TokenizerConfig, TrainTokenizer
 
 log = logging.getLogger("triadic.data")
@@ -42,15 +43,6 @@ def train(config: TrainTokenizer, texts: Iterable[str]) -> PreTrainedTokenizerFa
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
     )
-
-
-def load_tokenizer(source: str | Path, **options):
-    """The tokenizer in a folder or of a hub id; ValueError in one sentence if there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(str(source), **options)
-    except Exception as error:  # a damaged tokenizer.json makes `tokenizers` raise bare Exceptions
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"no tokenizer can be loaded from {source}: {reason}") from None
 
 
 def load_pretrained(config: TokenizerConfig):

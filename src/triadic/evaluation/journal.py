@@ -66,15 +66,21 @@ def _claim(folder: Path, identity: dict, overwrite: bool) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file that is complete whenever it exists: temporary name, fsync, rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a JSON file that is complete whenever it exists: temporary name, fsync, rename.
+
+    Raises ValueError if the disk refuses.
+    """
     scratch = path.with_name(path.name + ".tmp")
-    with open(scratch, "w") as file:
-        json.dump(value, file, indent=1, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(scratch, "w") as file:
+            json.dump(value, file, indent=1, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def rank() -> int:

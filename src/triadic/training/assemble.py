@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -18,9 +17,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from triadic import data
 from triadic.data import Windows, check_tokenizer, collate, open_store, step_indices, tokenizer_hash
-from triadic.models import TriadicConfig
+from triadic.models import TriadicConfig, loading
+from triadic.models.loading import load_weights, one_line
 from triadic.training import checkpoint, optim, parallel, run_folder
 from triadic.training.config import TrainConfig
 
@@ -94,7 +93,7 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
     try:
         model_config = AutoConfig.from_pretrained(source)
     except (OSError, ValueError, AttributeError) as error:  # AttributeError: a dtype that torch does not know
-        raise ValueError(f"model.config {source} cannot be used: {_one_line(error)}") from error
+        raise ValueError(f"model.config {source} cannot be used: {one_line(error)}") from error
     if model_config.model_type != TriadicConfig.model_type:
         raise ValueError(
             f"model.config {source} is a {model_config.model_type} model, only {TriadicConfig.model_type} models are "
@@ -116,7 +115,7 @@ def load_tokenizer(config: TrainConfig, model_config: PreTrainedConfig) -> PreTr
     folder = Path(config.model.tokenizer or Path(config.data.train).parent / "tokenizer")
     if not folder.is_dir():
         raise ValueError(f"there is no tokenizer folder {folder}; set model.tokenizer or run scripts/prepare_data.py")
-    tokenizer = data.load_tokenizer(folder)
+    tokenizer = loading.load_tokenizer(folder)
     if len(tokenizer) > model_config.vocab_size:
         raise ValueError(
             f"the tokenizer {folder} has {len(tokenizer)} entries but {config.model.config} has vocab_size "
@@ -155,7 +154,7 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig, fresh: bool
         try:
             model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, **chosen)
         except ImportError as error:  # an attention implementation whose package is missing
-            raise ValueError(f"model.attn_implementation cannot be used: {_one_line(error)}") from error
+            raise ValueError(f"model.attn_implementation cannot be used: {one_line(error)}") from error
     for name in SPECIAL_TOKENS:
         setattr(model.generation_config, name, getattr(model_config, name))
     if options.gradient_checkpointing:
@@ -168,29 +167,10 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig, fresh: bool
 
 
 def _from_weights(source: str, model_config: PreTrainedConfig, chosen: dict) -> PreTrainedModel:
-    """Weights only, safetensors only, and all of them."""
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=model_config,
-            dtype=torch.float32,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **chosen,
-        )
-    except (OSError, RuntimeError, ValueError, ImportError, SafetensorError) as error:
-        raise ValueError(f"model.init_from {source} cannot be loaded: {_one_line(error)}") from error
-    misfits = {
-        kind: sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if report[kind]
-    }
-    if misfits:
-        raise ValueError(f"model.init_from {source} does not fit model.config: {misfits}")
-    return model
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        return load_weights(AutoModelForCausalLM, source, config=model_config, dtype=torch.float32, **chosen)
+    except ValueError as error:
+        raise ValueError(f"model.init_from: {error}") from error
 
 
 class StepBatches:
