@@ -155,6 +155,8 @@ def test_weights_that_do_not_fill_the_model(checkpoint, tmp_path):
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match=r"checkpoint cannot be loaded: "):
         export(folder, tmp_path / "exported")
+    with pytest.raises(ValueError, match=r"config\.json is a file; give the folder of the model"):
+        export(folder / "config.json", tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
 
 

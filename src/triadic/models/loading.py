@@ -17,6 +17,8 @@ def load_weights(cls, source, **options):
     missing ones (transformers would draw them anew and go on), other shapes and, in this package's models, unknown
     ones.
     """
+    if Path(source).is_file():
+        raise ValueError(f"{source} is a file; give the folder of the model")
     try:
         model, report = cls.from_pretrained(
             source, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
