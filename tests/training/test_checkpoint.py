@@ -4,10 +4,11 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from triadic.training import assemble, checkpoint, loop, train
@@ -92,6 +93,19 @@ def test_the_last_ones_and_the_milestones_are_kept(configure, overrides, kept):
     config = configure("run.steps=6", *overrides)
     train(config)
     assert steps_of(config.run.output_dir) == kept
+
+
+def test_every_rank_gets_its_own_generator_back(tmp_path):
+    states, drawn = [], []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        states.append(torch.get_rng_state())
+        drawn.append(torch.rand(4))
+    save_file({"cpu": torch.stack(states)}, tmp_path / "rng.safetensors")
+    for rank in range(3):
+        accelerator = SimpleNamespace(process_index=rank, device=torch.device("cpu"))
+        checkpoint._restore_rng(load_file(tmp_path / "rng.safetensors"), accelerator)
+        assert torch.equal(torch.rand(4), drawn[rank])
 
 
 def test_a_persons_own_copies_are_left_alone(configure, stand_at):

@@ -216,9 +216,9 @@ def _restore_rng(rng: dict[str, torch.Tensor], accelerator: Accelerator) -> None
     if rank >= len(rng["cpu"]):
         torch.manual_seed(int(rng["cpu"].sum()) + rank)
         return
-    torch.set_rng_state(rng["cpu"][rank])
+    torch.set_rng_state(rng["cpu"][rank].clone())  # a copy: torch reads a row of a larger tensor from a wrong place
     if "cuda" in rng and accelerator.device.type == "cuda":
-        torch.cuda.set_rng_state(rng["cuda"][rank], accelerator.device)
+        torch.cuda.set_rng_state(rng["cuda"][rank].clone(), accelerator.device)
 
 
 def _describe(folder: Path) -> dict:
