@@ -160,7 +160,12 @@ def _convert(hint: Any, value: Any, where: str, place: str) -> Any:
         item = arguments[0] if arguments else Any
         return origin(_convert(item, entry, where, f"{place}[{i}]") for i, entry in enumerate(value))
     elif origin is dict and isinstance(value, dict):
-        return {key: _convert(arguments[1], entry, where, f"{place}.{key}") for key, entry in value.items()}
+        return {
+            _convert(arguments[0], key, where, f"a key of {place}"): _convert(
+                arguments[1], entry, where, f"{place}.{key}"
+            )
+            for key, entry in value.items()
+        }
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value):
             raise SettingsError(f"{where}: {place} must be a finite number, not {value}")

@@ -135,6 +135,8 @@ def test_exhausted_part_is_refused_or_repeated(stores, mix, tmp_path, caplog):
 def test_documents_too_long_for_the_shares(mix, tmp_path):
     with pytest.raises(ValueError, match=r"instead of [15]0\.00 %; raise mixture\.tokens"):
         mix(tmp_path / "out", tokens=300)
+    with pytest.raises(ValueError, match=r"no whole document fits a mixture of 1 tokens; raise mixture\.tokens"):
+        mix(tmp_path / "out", tokens=1)
 
 
 def test_parts_of_another_tokenizer(stores, mix, tmp_path, plain, corpus):

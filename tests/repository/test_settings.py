@@ -72,6 +72,7 @@ def test_dump_and_load_agree(write, tmp_path):
         ("name: a\nlearning_rate: fast", [], "learning_rate must be a number, not text ('fast')"),
         ("name: a\nlearning_rate: .nan", [], "learning_rate must be a finite number, not nan"),
         ("name: a", ["metadata={x: .inf}"], "metadata.x must be a finite number, not inf"),
+        ("name: a\nmetadata: {3: 1}", [], "a key of metadata must be text, not a whole number (3)"),
         ("name: a\nlearning_rate: true", [], "learning_rate must be a number, not true or false (True)"),
         ("name: a\nlimit: 1.5", [], "limit must be a whole number, not a number (1.5)"),
         ("name: a\nresume: 1", [], "resume must be true or false, not a whole number (1)"),
