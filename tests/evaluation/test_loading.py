@@ -42,6 +42,10 @@ def test_what_a_run_says_of_its_checkpoints(run, llama):
     assert loading.run_facts(run / "checkpoints" / "step-00000020" / "hf") == facts | {"tokens": 2000}
     assert loading.run_facts(run / "final") == facts | {"tokens": 3000}
     assert loading.run_facts(llama) == {}
+    for content in (b"- a", b"data: {train: x}", b"{", b"\xff"):
+        (run / "run.yaml").write_bytes(content)
+        with pytest.raises(ValueError, match=r"run\.yaml is damaged, or no run's settings; restore or remove it"):
+            loading.run_facts(run / "final")
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./no/such", "no/such/folder", "../x"])

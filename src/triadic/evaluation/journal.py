@@ -34,18 +34,17 @@ class Journal:
             share(_claim, self.folder, self.identity, self.overwrite)
             self.claimed = True
         path = self.folder / "steps" / (re.sub(r"[^\w.-]+", "-", step) + ".json")
-        if share(path.is_file):
-            return share(lambda: json.loads(path.read_text()))
-        value = compute()
-        share(write_json, path, value)
-        return share(lambda: json.loads(path.read_text()))
+        if not share(path.is_file):
+            value = compute()
+            share(write_json, path, value)
+        return share(_read, path, "remove it, and it is computed again")
 
 
 def _check(folder: Path, identity: dict) -> None:
     """Raise ValueError if the folder is another evaluation's."""
     path = folder / "evaluation.json"
     if path.is_file():
-        other = json.loads(path.read_text())
+        other = _read(path, "choose another --output, or replace it with --overwrite")
         differs = [key for key in identity if other.get(key) != identity[key]]
         if differs:
             raise ValueError(
@@ -63,6 +62,13 @@ def _claim(folder: Path, identity: dict, overwrite: bool) -> None:
             old.unlink(missing_ok=True)
     _check(folder, identity)
     write_json(folder / "evaluation.json", identity)
+
+
+def _read(path: Path, remedy: str) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except ValueError:  # no JSON, or no text
+        raise ValueError(f"{path} is damaged; {remedy}") from None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -102,14 +102,17 @@ def run_facts(folder: Path) -> dict[str, Any]:
         home, steps = folder.parent, None
     if not (home / "run.yaml").is_file():
         return {}
-    run = yaml.safe_load((home / "run.yaml").read_text())
-    steps = run["run"]["steps"] if steps is None else steps
-    return {
-        "train": run["data"]["train"],
-        "validation": run["data"]["validation"],
-        "tokens": steps * run["batch"]["global_batch_tokens"],
-        "seed": run["run"]["seed"],
-    }
+    try:
+        run = yaml.safe_load((home / "run.yaml").read_text())
+        steps = run["run"]["steps"] if steps is None else steps
+        return {
+            "train": run["data"]["train"],
+            "validation": run["data"]["validation"],
+            "tokens": steps * run["batch"]["global_batch_tokens"],
+            "seed": run["run"]["seed"],
+        }
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):
+        raise ValueError(f"{home}/run.yaml is damaged, or no run's settings; restore or remove it") from None
 
 
 def position_limit(config: AutoConfig) -> int | None:
