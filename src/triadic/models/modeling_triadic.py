@@ -98,15 +98,14 @@ class TriadicModel(TriadicPreTrainedModel):
         cache = self._choose_cache(cache, use_cache, layout)
 
         if layout.packed and batch > 1:
-            x, position_ids = x.flatten(0, 1)[None], position_ids.expand(batch, -1).flatten()[None]  # [1, B T, D]
+            position_ids = position_ids.expand(batch, -1).flatten()[None]  # [1, B T], as the mixers see them
         if position_ids is None:
             position_ids = document_positions(layout, length, past_length, x.device)
         attention_mask = self._softmax_mask(x, attention_mask, layout, cache)
         positions = position_embeddings(self.config, position_ids)
         for layer in self.layers:
             x = layer(x, layout=layout, cache=cache, position_embeddings=positions, attention_mask=attention_mask)
-        x = self.norm(x).view(batch, length, -1)
-        return BaseModelOutputWithPast(last_hidden_state=x, **{CACHE_NAME: cache})
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE_NAME: cache})
 
     def _choose_cache(self, cache, use_cache, layout):
         replays = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
