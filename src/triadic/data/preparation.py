@@ -100,8 +100,10 @@ def check_claim(output: Path, asked: dict) -> None:
         differing = [key for key in {**begun, **now} if begun.get(key) != now.get(key)]
         if differing:
             changes = "; ".join(f"{key} was {begun.get(key)!r}, now {now.get(key)!r}" for key in differing)
+            kept = [path.parent for path in sorted(output.glob("sources/*/train/store.json"))]
+            again = "; its sources are finished and can be named as store: " + ", ".join(map(str, kept)) if kept else ""
             raise ValueError(
-                f"{output} was prepared with other settings ({changes}); choose another output or delete it"
+                f"{output} was prepared with other settings ({changes}); choose another output or delete it{again}"
             )
     elif output.is_dir() and any(not _is_trace(entry) for entry in output.iterdir()):
         raise ValueError(f"{output} holds something else than prepared data (no job.json); choose another output")
