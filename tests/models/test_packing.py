@@ -61,6 +61,15 @@ def test_several_packed_rows(kind, make_model, tokens, close):
             close(packed[row], torch.cat([model(doc, use_cache=False).logits for doc in docs], dim=1)[0])
 
 
+def test_hidden_states_keep_the_rows(kind, make_model, tokens, close):
+    model, ids = make_model(kind), tokens(2, 24)
+    with torch.no_grad():
+        packed = model(ids, position_ids=POSITIONS, output_hidden_states=True).hidden_states
+        alone = [model(row[None], position_ids=POSITIONS, output_hidden_states=True).hidden_states for row in ids]
+    for layer, rows in zip(packed, zip(*alone, strict=True), strict=True):
+        close(layer, torch.cat(rows))
+
+
 def test_positions_that_only_go_up_are_one_document(kind, make_model, tokens, close):
     model, ids = make_model(kind), tokens(2, 8)
     with torch.no_grad():

@@ -168,8 +168,9 @@ class TriadicAttention(nn.Module):
         pass  # it has no parameters beside its submodules'
 
     def forward(self, hidden_states, layout, cache=None, position_embeddings=None, attention_mask=None):
-        shape = (*hidden_states.shape[:2], -1, self.head_dim)
-        q, k, v = (proj(hidden_states).view(shape) for proj in (self.q_proj, self.k_proj, self.v_proj))  # [B, T, H, D]
+        x = layout.one_row(hidden_states)  # [B, T, D]
+        shape = (*x.shape[:2], -1, self.head_dim)
+        q, k, v = (proj(x).view(shape) for proj in (self.q_proj, self.k_proj, self.v_proj))  # [B, T, H, D]
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if position_embeddings is not None:
@@ -178,7 +179,7 @@ class TriadicAttention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         o, weights = attend(self, q, k, v, attention_mask, layout)  # [B, T, H, D]
-        return self.o_proj(o.flatten(2)), weights
+        return self.o_proj(o.flatten(2)).view_as(hidden_states), weights
 
     @staticmethod
     def state_entries(config, context_length):

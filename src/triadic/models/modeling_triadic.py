@@ -98,15 +98,14 @@ class TriadicModel(TriadicPreTrainedModel):
         cache = self._choose_cache(cache, use_cache, layout)
 
         if layout.packed and batch > 1:
-            x, position_ids = x.flatten(0, 1)[None], position_ids.expand(batch, -1).flatten()[None]  # [1, B T, D]
+            position_ids = position_ids.expand(batch, -1).flatten()[None]  # [1, B T], as the mixers see them
         if position_ids is None:
             position_ids = document_positions(layout, length, past_length, x.device)
         attention_mask = self._softmax_mask(x, attention_mask, layout, cache)
         positions = position_embeddings(self.config, position_ids)
         for layer in self.layers:
             x = layer(x, layout=layout, cache=cache, position_embeddings=positions, attention_mask=attention_mask)
-        x = self.norm(x).view(batch, length, -1)
-        return BaseModelOutputWithPast(last_hidden_state=x, **{CACHE_NAME: cache})
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE_NAME: cache})
 
     def _choose_cache(self, cache, use_cache, layout):
         replays = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
@@ -155,7 +154,6 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
         logits_to_keep=0,
         cu_seq_lens_q=None,
         max_length_q=None,
-        shift_labels=None,
         num_items_in_batch=None,
         cache=None,
         **kwargs,
@@ -170,13 +168,16 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
             cu_seq_lens_q: [N + 1] int32, bounds of the documents packed in the one row (B = 1); max_length_q: the
                 longest of them, an int (softmax layers on a GPU read it from the bounds if it is not given).
             past_key_values, cache: a transformers Cache, under either of its names.
-            labels: [B, T], shifted here; or shift_labels [B, T], already shifted. -100 is ignored.
+            labels: [B, T], shifted here; or, by keyword, shift_labels [B, T], already shifted. -100 is ignored.
+                (shift_labels stays out of the signature: transformers' Trainer takes every argument named like a label
+                for one that each evaluation batch must hold.)
             num_items_in_batch: the loss is the sum over targets divided by it (default: the number of targets).
             logits_to_keep: only the last n positions' logits, or those at the given indices.
 
         Raises:
             ValueError: packing together with padding, a cache, or several rows (cu_seq_lens_q).
         """
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -205,10 +206,10 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
 
     def _loss(self, hidden_states, logits, labels, shift_labels, num_items_in_batch):
         """transformers' loss of the logits, or the same from the hidden states in chunks."""
-        if logits is not None:
-            counted = {"shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-            return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **counted)
         targets = shift(labels) if shift_labels is None else shift_labels
+        if logits is not None:
+            counted = {"shift_labels": targets.contiguous(), "num_items_in_batch": num_items_in_batch}
+            return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **counted)
         count = (targets != IGNORE_INDEX).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         return self.lm_head(hidden_states, targets) / count
 
