@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
-from triadic_kernels.op import chunk_triadic, recurrent_triadic
+from triadic_kernels.op import chunk_triadic
+from triadic_kernels.recurrent import recurrent_triadic
 
 from .attention import attend
 from .layers import ShortConvolution, TriadicRMSNorm, at_least_fp32, l2_normalize, rotary_cos_sin, rotate

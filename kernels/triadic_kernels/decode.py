@@ -1,0 +1,141 @@
+"""Back end "triton" of `recurrent_triadic`: a few tokens of every sequence in one kernel, which reads and writes the
+state once.
+
+Legend: N sequences, T time, H key heads, HV value heads, K and V key and value sizes, E second-key size, EP its padding
+to a power of two, BV value columns of a program; p_s state pointers, m_s mask. Columns of V never interact, so each
+program holds all E x K rows of its BV columns in registers, whatever the number of tokens.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+HEAD_DIMS = (16, 32, 64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PER_WARP = 2048  # state entries in the registers of a warp, 64 a thread
+
+
+@triton.jit(do_not_specialize=["T"])
+def recurrent_kernel(
+    q,  # [B, T, H, K]
+    k,  # [B, T, H, K]
+    v,  # [B, T, HV, V]
+    q2,  # [B, T, H, E] float32
+    k2,  # [B, T, H, E] float32
+    g,  # [B, T, HV, E] or [B, T, HV] float32
+    beta,  # [B, T, HV] float32
+    h0,  # [N, HV, E, K, V]
+    o,  # [B, T, HV, V]
+    ht,  # [N, HV, E, K, V], may be h0
+    cu_seqlens,  # [N + 1]
+    scale,
+    T,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    E: tl.constexpr,
+    EP: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    ONE: tl.constexpr,
+    HAS_Q2: tl.constexpr,
+    GATE: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    DELTA: tl.constexpr,
+):
+    i_v = tl.program_id(0) % (V // BV)  # neighbours share the rows of a state
+    i_nh = (tl.program_id(0) // (V // BV)).to(tl.int64)
+    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_h = i_hv // (HV // H)
+    if cu_seqlens is not None:
+        first = tl.load(cu_seqlens + i_n).to(tl.int64)
+        tokens = (tl.load(cu_seqlens + i_n + 1) - first).to(tl.int32)
+    elif ONE:
+        first, tokens = i_n, 1
+    else:
+        first, tokens = i_n * T, T
+
+    r_e, r_k, r_v = tl.arange(0, EP), tl.arange(0, K), i_v * BV + tl.arange(0, BV)
+    m_e = r_e < E
+    p_s = r_e[:, None, None] * (K * V) + r_k[None, :, None] * V + r_v[None, None, :]  # [EP, K, BV]
+    m_s = m_e[:, None, None] & (r_k[None, :, None] < K) & (r_v[None, None, :] < V)
+    if h0 is not None:
+        s = tl.load(h0 + i_nh * (E * K * V) + p_s, mask=m_s, other=0.0).to(tl.float32)
+    else:
+        s = tl.zeros([EP, K, BV], tl.float32)
+
+    i = 0
+    while i < tokens:
+        t = first + i
+        b_q = tl.load(q + (t * H + i_h) * K + r_k).to(tl.float32) * scale
+        b_k = tl.load(k + (t * H + i_h) * K + r_k).to(tl.float32)
+        b_v = tl.load(v + (t * HV + i_hv) * V + r_v).to(tl.float32)
+        if HAS_Q2:
+            b_q2 = tl.load(q2 + (t * H + i_h) * E + r_e, mask=m_e, other=0.0)
+            b_k2 = tl.load(k2 + (t * H + i_h) * E + r_e, mask=m_e, other=0.0)
+        else:
+            b_q2 = tl.full([EP], 1.0, tl.float32)
+            b_k2 = b_q2
+        if GATE == "slice":
+            s *= tl.exp(tl.load(g + (t * HV + i_hv) * E + r_e, mask=m_e, other=0.0))[:, None, None]
+        elif GATE == "head":
+            s *= tl.exp(tl.load(g + t * HV + i_hv))
+        if DELTA:
+            b_v -= tl.sum(tl.sum(s * b_k2[:, None, None], 0) * b_k[:, None], 0)
+        if HAS_BETA:
+            b_v *= tl.load(beta + t * HV + i_hv)
+        s += b_k2[:, None, None] * (b_k[:, None] * b_v[None, :])[None, :, :]
+        b_o = tl.sum(tl.sum(s * b_q2[:, None, None], 0) * b_q[:, None], 0)
+        tl.store(o + (t * HV + i_hv) * V + r_v, b_o.to(o.dtype.element_ty))
+        i += 1
+    if ht is not None:
+        tl.store(ht + i_nh * (E * K * V) + p_s, s.to(ht.dtype.element_ty), mask=m_s)
+
+
+INTERPRETED = not isinstance(recurrent_kernel, triton.JITFunction)  # Triton's interpreter runs on the CPU
+
+
+def unsupported(p) -> str | None:
+    if p.needs_grad:
+        return "has no backward; use chunk_triadic or torch.no_grad()"
+    if p.device_type != "cuda" and not INTERPRETED:
+        return f"needs a CUDA device, the tensors are on {p.device_type}"
+    if p.device_type == "cuda" and p.capability < (8, 0):
+        return f"needs compute capability 8.0 or newer, this device has {p.capability[0]}.{p.capability[1]}"
+    if p.dtype not in DTYPES:
+        return f"takes bfloat16, float16 or float32, not {p.dtype}"
+    if p.K not in HEAD_DIMS or p.V not in HEAD_DIMS:
+        return f"takes head dims {HEAD_DIMS}, not K={p.K}, V={p.V}"
+    if p.E > 32:
+        return f"takes at most 32 slices, not E={p.E}"
+    return None
+
+
+def settings(E: int, K: int, V: int, state_bytes: int) -> dict:
+    """Columns and warps of a program: functions of the head dims and the state's dtype alone, so that a sequence's
+    numbers never depend on the batch.
+    """
+    EP = triton.next_power_of_2(E)
+    columns = 32 // state_bytes  # a sector of memory
+    if EP * K <= 256:
+        columns *= 2
+    while EP * K * columns > 16 * PER_WARP:
+        columns //= 2
+    columns = min(columns, V)
+    return dict(EP=EP, BV=columns, num_warps=max(1, EP * K * columns // PER_WARP))
+
+
+def recurrent(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, ht=None):
+    """(o, ht). The final state goes to `ht`, which may be h0, or to a new float32 tensor if p.output_final."""
+    o = torch.empty_like(v)
+    if ht is None and p.output_final:
+        dtype = torch.float32 if h0 is None else h0.dtype
+        ht = q.new_empty((p.N, p.HV, p.E, p.K, p.V), dtype=dtype)
+    state = ht if h0 is None else h0
+    s = settings(p.E, p.K, p.V, 4 if state is None else state.element_size())
+    recurrent_kernel[(p.N * p.HV * (p.V // s["BV"]),)](
+        q, k, v, q2, k2, g, beta, h0, o, ht, cu_seqlens, p.scale, p.T,
+        H=p.H, HV=p.HV, E=p.E, K=p.K, V=p.V, ONE=p.T == 1, HAS_Q2=p.has_q2, GATE=p.gate or "none",
+        HAS_BETA=p.has_beta, DELTA=p.delta_rule, **s,
+    )  # fmt: skip
+    return o, ht
