@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, StaticCache, set_seed
+
+from triadic.models.cache import CACHE_NAME
 
 NEW = 8
 
@@ -118,14 +120,32 @@ def test_every_sequence_ends_at_eos(make_model, tokens):
         assert not any(row[cut:])
 
 
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 3}, {"prefill_chunk_size": 4}, {"num_return_sequences": 2}])
+def test_static_cache(model, tokens, settings):
+    """Rows of two lengths, padded on the left: the text of a dynamic cache."""
+    ids = tokens(2, 9)
+    ids[0, :3] = 0
+    settings = {"attention_mask": (ids != 0).long(), "num_beams": settings.get("num_return_sequences", 1), **settings}
+    assert torch.equal(
+        generate(model, ids, cache_implementation="static", **settings), generate(model, ids, **settings)
+    )
+
+
+def test_static_cache_again(make_model, tokens):
+    """A second conversation in the same memory, after reset()."""
+    model, ids = make_model("hybrid"), tokens(2, 5)
+    cache = StaticCache(model.config, max_cache_len=5 + NEW)
+    first = generate(model, ids, **{CACHE_NAME: cache})
+    state = cache.layers[0].recurrent_states[0].data_ptr()
+    cache.reset()
+    assert torch.equal(generate(model, ids, **{CACHE_NAME: cache}), first)
+    assert cache.layers[0].recurrent_states[0].data_ptr() == state
+
+
 def test_other_caches(make_model, tokens):
-    """Softmax layers may use a static cache; recurrent states have a fixed size anyway and live in a DynamicCache."""
-    ids = tokens(2, 5)
-    model = make_model("transformer")
-    assert torch.equal(generate(model, ids, cache_implementation="static"), generate(model, ids))
-    for kind in ("gdn", "hybrid"):
-        with pytest.raises(ValueError, match="a StaticCache cannot hold recurrent states: use a DynamicCache"):
-            generate(make_model(kind), ids, cache_implementation="static")
+    for implementation in ("offloaded", "offloaded_static"):
+        with pytest.raises(ValueError, match="an offloaded cache cannot hold recurrent states: use a DynamicCache or"):
+            generate(make_model("hybrid"), tokens(2, 5), cache_implementation=implementation)
 
 
 def test_assisted_decoding_is_refused(make_model, tokens):

@@ -225,6 +225,19 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, new_embeddings):
         self.lm_head = LanguageModelHead.like(new_embeddings)
 
+    @staticmethod
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, is_first_iteration=False, **kwargs):
+        """What generate() gives a forward with a static cache: prompts their 2-D mask, since recurrent layers skip
+        padding; later single tokens, never padding, what the softmax layers need, so that nothing depends on values.
+        """
+        if is_first_iteration or inputs_embeds.shape[1] > 1:
+            return attention_mask
+        if "full_attention" not in config.layer_types:
+            return None
+        cache = {CACHE_NAME: kwargs[CACHE_NAME]}
+        mask = create_causal_mask(config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, **cache)
+        return {"full_attention": mask}
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if model_kwargs.get(CACHE_NAME) is not None:
