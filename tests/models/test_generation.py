@@ -1,8 +1,21 @@
 """generate(): with a cache exactly the text that recomputing everything gives."""
 
+import string
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, StaticCache, set_seed
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    StaticCache,
+    TextStreamer,
+    pipeline,
+    set_seed,
+)
 
 from triadic.models.cache import CACHE_NAME
 
@@ -140,6 +153,48 @@ def test_static_cache_again(make_model, tokens):
     cache.reset()
     assert torch.equal(generate(model, ids, **{CACHE_NAME: cache}), first)
     assert cache.layers[0].recurrent_states[0].data_ptr() == state
+
+
+@pytest.fixture
+def tokenizer():
+    """A character a token, 61 of them."""
+    characters = Tokenizer(WordLevel({c: i for i, c in enumerate(string.printable[:61])}, unk_token="0"))
+    characters.pre_tokenizer, characters.decoder = Split(Regex("."), "isolated"), Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=characters, unk_token="0", pad_token="0", padding_side="left")
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_stop_strings(make_model, tokens, tokenizer, cache):
+    model, ids = make_model("hybrid"), tokens(1, 5)
+    text = tokenizer.decode(generate(model, ids)[0, 5:])
+    stopped = generate(model, ids, stop_strings=[text[2:4]], tokenizer=tokenizer, cache_implementation=cache)
+    assert tokenizer.decode(stopped[0, 5:]) == text[: text.index(text[2:4]) + 2]
+
+
+def test_streaming(make_model, tokens, tokenizer):
+    model, ids, pieces = make_model("hybrid"), tokens(1, 5), []
+
+    class Pieces(TextStreamer):
+        def put(self, value):
+            pieces.append(tokenizer.decode(value.flatten()))
+
+        def end(self):
+            pieces.append("")
+
+    made = generate(model, ids, streamer=Pieces(tokenizer))[0]
+    assert pieces == [tokenizer.decode(ids[0]), *(tokenizer.decode(token) for token in made[5:]), ""]
+
+
+def test_pipeline(make_model, tokens, tokenizer):
+    """Two prompts of different lengths in one batch: the text of each alone."""
+    model = make_model("hybrid")
+    write = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    rows = [tokens(n, seed=n) for n in (3, 6)]
+    prompts = [tokenizer.decode(row) for row in rows]
+    made = write(prompts, max_new_tokens=NEW, do_sample=False, return_full_text=False, batch_size=2)
+    for row, (found,) in zip(rows, made, strict=True):
+        new = generate(model, row[None])[0, len(row) :]
+        assert found["generated_text"] == tokenizer.decode(new, skip_special_tokens=True)
 
 
 def test_other_caches(make_model, tokens):
