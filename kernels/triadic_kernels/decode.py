@@ -57,12 +57,13 @@ def recurrent_kernel(
 
     r_e, r_k, r_v = tl.arange(0, EP), tl.arange(0, K), i_v * BV + tl.arange(0, BV)
     m_e = r_e < E
-    p_s = r_e[:, None, None] * (K * V) + r_k[None, :, None] * V + r_v[None, None, :]  # [EP, K, BV]
-    m_s = m_e[:, None, None] & (r_k[None, :, None] < K) & (r_v[None, None, :] < V)
+    # [K, EP, BV], so that Triton spreads K over threads and keeps E within a thread
+    p_s = r_k[:, None, None] * V + r_e[None, :, None] * (K * V) + r_v[None, None, :]
+    m_s = (r_k[:, None, None] < K) & m_e[None, :, None] & (r_v[None, None, :] < V)
     if h0 is not None:
         s = tl.load(h0 + i_nh * (E * K * V) + p_s, mask=m_s, other=0.0).to(tl.float32)
     else:
-        s = tl.zeros([EP, K, BV], tl.float32)
+        s = tl.zeros([K, EP, BV], tl.float32)
 
     i = 0
     while i < tokens:
@@ -77,15 +78,15 @@ def recurrent_kernel(
             b_q2 = tl.full([EP], 1.0, tl.float32)
             b_k2 = b_q2
         if GATE == "slice":
-            s *= tl.exp(tl.load(g + (t * HV + i_hv) * E + r_e, mask=m_e, other=0.0))[:, None, None]
+            s *= tl.exp(tl.load(g + (t * HV + i_hv) * E + r_e, mask=m_e, other=0.0))[None, :, None]
         elif GATE == "head":
             s *= tl.exp(tl.load(g + t * HV + i_hv))
         if DELTA:
-            b_v -= tl.sum(tl.sum(s * b_k2[:, None, None], 0) * b_k[:, None], 0)
+            b_v -= tl.sum(tl.sum(s * b_k2[None, :, None], 1) * b_k[:, None], 0)
         if HAS_BETA:
             b_v *= tl.load(beta + t * HV + i_hv)
-        s += b_k2[:, None, None] * (b_k[:, None] * b_v[None, :])[None, :, :]
-        b_o = tl.sum(tl.sum(s * b_q2[:, None, None], 0) * b_q[:, None], 0)
+        s += b_k2[None, :, None] * (b_k[:, None] * b_v[None, :])[:, None, :]
+        b_o = tl.sum(tl.sum(s * b_q2[None, :, None], 1) * b_q[:, None], 0)
         tl.store(o + (t * HV + i_hv) * V + r_v, b_o.to(o.dtype.element_ty))
         i += 1
     if ht is not None:
