@@ -10,6 +10,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import (
     AutoModelForCausalLM,
+    CompileConfig,
     PreTrainedTokenizerFast,
     StaticCache,
     TextStreamer,
@@ -142,6 +143,26 @@ def test_static_cache(model, tokens, settings):
     assert torch.equal(
         generate(model, ids, cache_implementation="static", **settings), generate(model, ids, **settings)
     )
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_only_the_step_is_compiled(make_model, tokens, chunk):
+    """Two calls, padded prompts of two lengths: one graph without breaks, the text of eager steps."""
+    model, graphs = make_model("hybrid"), []
+
+    def record(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = CompileConfig(backend=record, mode=None, fullgraph=True)
+    compiled._compile_all_devices = True  # by itself generate() compiles on GPUs alone
+    for length in (9, 7):
+        ids = tokens(2, length)
+        ids[0, :3] = 0
+        settings = {"attention_mask": (ids != 0).long(), "prefill_chunk_size": chunk, "max_cache_len": 9 + NEW}
+        made = generate(model, ids, cache_implementation="static", compile_config=compiled, **settings)
+        assert torch.equal(made, generate(model, ids, attention_mask=settings["attention_mask"]))
+    assert len(graphs) == 1
 
 
 def test_static_cache_again(make_model, tokens):

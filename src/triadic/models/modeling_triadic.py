@@ -238,6 +238,14 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
         mask = create_causal_mask(config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, **cache)
         return {"full_attention": mask}
 
+    def _prefill(self, input_ids, generation_config, *args, **kwargs):
+        """Prompts are never compiled, in chunks neither: every length would be, and padding is read on the host."""
+        disabled, generation_config.disable_compile = generation_config.disable_compile, True
+        try:
+            return super()._prefill(input_ids, generation_config, *args, **kwargs)
+        finally:
+            generation_config.disable_compile = disabled
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if model_kwargs.get(CACHE_NAME) is not None:
