@@ -97,7 +97,7 @@ class TriadicLinearAttention(nn.Module):
             **settings,
         )  # [B, T, HV, V], [N, HV, E, K, V]
         if memory is not None:
-            memory.write(conv_state, state, hidden_states.shape[1])
+            memory.write(conv_state, state, layout.longest() if layout.packed else hidden_states.shape[1])
         o = self.o_norm(o)
         if gate is not None:
             o = o * ACTIVATIONS[self.config.output_gate_activation](gate).view_as(o)

@@ -111,7 +111,10 @@ class TriadicModel(TriadicPreTrainedModel):
     def _choose_cache(self, cache, use_cache, layout):
         replays = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         if layout.packed and (cache is not None or use_cache):
-            raise ValueError("packed documents cannot fill a cache: pass one document per row, or use_cache=False.")
+            if "full_attention" in self.config.layer_types:
+                raise ValueError("packed documents cannot fill the cache of softmax layers: pass one document per row.")
+            if cache is not None and cache.get_seq_length() > 0:
+                raise ValueError("packed documents cannot continue those of a filled cache: give an empty one.")
         if replays and (cache is not None or use_cache):
             raise ValueError("gradient checkpointing would write the cache twice: turn one of them off.")
         if use_cache is None:
@@ -169,13 +172,14 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
             position_ids: [B, T]; where they do not go up by one, a packed document begins.
             cu_seq_lens_q: [N + 1] int32, bounds of the documents packed in the one row (B = 1); max_length_q: the
                 longest of them, an int (softmax layers on a GPU read it from the bounds if it is not given).
-            past_key_values, cache: a transformers Cache, under either of its names.
+            past_key_values, cache: a transformers Cache, under either of its names. Packed documents fill an empty one
+                with a row each (linear attention alone): prompts of any lengths, read without padding.
             labels: [B, T], shifted here; or shift_labels [B, T], already shifted. -100 is ignored.
             num_items_in_batch: the loss is the sum over targets divided by it (default: the number of targets).
             logits_to_keep: only the last n positions' logits, or those at the given indices.
 
         Raises:
-            ValueError: packing together with padding, a cache, or several rows (cu_seq_lens_q).
+            ValueError: packing together with padding, several rows (cu_seq_lens_q), or a cache that cannot hold it.
         """
         outputs = self.model(
             input_ids,
