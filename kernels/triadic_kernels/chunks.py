@@ -8,11 +8,16 @@ A batch [B, T] is the packed case of B sequences of length T. The host knows NC:
 R // C + N for R packed rows.
 """
 
+import weakref
 from functools import lru_cache
 
 import torch
 
+from .dispatch import CALL
+
 CHUNK = 64
+
+_latest = {}  # (device, stream) -> (weak reference to cu_seqlens, its version, T, tables) of the last call there
 
 
 def count(B: int, T: int, N: int, varlen: bool) -> int:
@@ -21,10 +26,32 @@ def count(B: int, T: int, N: int, varlen: bool) -> int:
 
 
 def tables(B: int, T: int, cu_seqlens, device):
-    """(chunks, sequences, order) for cu_seqlens [N+1], or for B sequences of length T where it is None."""
+    """(chunks, sequences, order) for cu_seqlens [N+1], or for B sequences of length T where it is None.
+
+    Where the op is called directly, built once for all layers of a model that share a cu_seqlens: the same tensor,
+    unchanged by what its version counts. Not to be written to.
+    """
     if cu_seqlens is None:
         return _equal(B, T, device)
-    return _build(cu_seqlens.long(), count(B, T, cu_seqlens.numel() - 1, True))
+    if not _remembered(cu_seqlens):
+        return _build(cu_seqlens.long(), count(B, T, cu_seqlens.numel() - 1, True))
+    place = device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    reference, version, length, made = _latest.get(place, (lambda: None, None, None, None))
+    if reference() is not cu_seqlens or version != cu_seqlens._version or length != T:
+        made = _build(cu_seqlens.long(), count(B, T, cu_seqlens.numel() - 1, True))
+        _latest[place] = weakref.ref(cu_seqlens), cu_seqlens._version, T, made
+    return made
+
+
+def _remembered(cu_seqlens) -> bool:
+    """Not inference tensors, which count no versions, nor inside a CUDA graph, whose replays must build the tables."""
+    capturing = cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()
+    return CALL.direct and not cu_seqlens.is_inference() and not capturing
+
+
+def tables_like(N: int, NC: int, device):
+    """Uninitialised (chunks, sequences, order)."""
+    return tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in ((NC, 3), (N, 2), (N,)))
 
 
 @lru_cache(maxsize=128)

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import aligned, bound, current
+
 HEAD_DIMS = (16, 32, 64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Bytes of a state entry -> rows of a head's state (padded E times K) -> columns and warps of a program; a warp holds
@@ -126,17 +128,28 @@ def settings(E: int, K: int, V: int, state_bytes: int) -> dict:
     return dict(EP=EP, BV=min(columns, V), num_warps=max(1, warps * min(columns, V) // columns))
 
 
+@bound(recurrent_kernel)
+def step(p, one: bool, state_bytes: int, *same_types):
+    return dict(
+        H=p.H, HV=p.HV, E=p.E, K=p.K, V=p.V, ONE=one, HAS_Q2=p.has_q2, GATE=p.gate or "none",
+        HAS_BETA=p.has_beta, DELTA=p.delta_rule, **settings(p.E, p.K, p.V, state_bytes),
+    )  # fmt: skip
+
+
 def recurrent(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, ht=None):
-    """(o, ht). The final state goes to `ht`, which may be h0, or to a new float32 tensor if p.output_final."""
+    """(o, ht). The final state goes to `ht`, which may be h0, or to a new tensor if p.output_final."""
+    if ht is not None and aligned(ht) is not ht:
+        o, state = recurrent(p._replace(output_final=True), q, k, v, q2, k2, g, beta, h0, cu_seqlens)
+        return o, ht.copy_(state)
     o = torch.empty_like(v)
     if ht is None and p.output_final:
         dtype = torch.float32 if h0 is None else h0.dtype
         ht = q.new_empty((p.N, p.HV, p.E, p.K, p.V), dtype=dtype)
     state = ht if h0 is None else h0
-    s = settings(p.E, p.K, p.V, 4 if state is None else state.element_size())
-    recurrent_kernel[(p.N * p.HV * (p.V // s["BV"]),)](
-        q, k, v, q2, k2, g, beta, h0, o, ht, cu_seqlens, p.scale, p.T,
-        H=p.H, HV=p.HV, E=p.E, K=p.K, V=p.V, ONE=p.T == 1, HAS_Q2=p.has_q2, GATE=p.gate or "none",
-        HAS_BETA=p.has_beta, DELTA=p.delta_rule, **s,
-    )  # fmt: skip
+    size = 4 if state is None else state.element_size()
+    launch = step(p, q.device, p.T == 1, size, ht is None, None if cu_seqlens is None else cu_seqlens.dtype)
+    inputs = (aligned(x) for x in (q, k, v, q2, k2, g, beta, h0))
+    with current(q.device):
+        grid = (p.N * p.HV * (p.V // launch.constants["BV"]), 1, 1)
+        launch(grid, *inputs, o, ht, aligned(cu_seqlens), p.scale, p.T)
     return o, ht

@@ -17,6 +17,7 @@ to the given ht, which may be h0. Where p.needs_grad it is differentiable by pla
 """
 
 import importlib
+import threading
 from typing import NamedTuple
 
 import torch
@@ -26,24 +27,28 @@ CHUNK = {"gluon_hopper": "gluon_hopper", "triton": "triton_chunk", "torch": "ref
 RECURRENT = {"triton": "decode", "torch": "reference"}
 
 _loaded = {}  # module name -> module, or the ImportError as text
+_capabilities = {}  # CUDA device -> compute capability
 
 
 class Problem(NamedTuple):
-    """What a back end needs to know to accept or refuse a call: plain values, no tensors."""
+    """What a back end needs to know to accept or refuse a call: plain values, no tensors.
+
+    The first four are those that no compiled kernel depends on; the others are its `kind`.
+    """
 
     B: int
     T: int
+    N: int  # sequences: B, or the number of packed documents
+    scale: float
     H: int
     HV: int
     K: int
     V: int
     E: int
-    N: int  # sequences: B, or the number of packed documents
     dtype: torch.dtype  # of q, k, v and o
     device_type: str
     capability: tuple[int, int] | None  # of the CUDA device
     delta_rule: bool
-    scale: float
     has_q2: bool
     gate: str | None  # "slice": g is [B, T, HV, E]; "head": [B, T, HV]
     has_beta: bool
@@ -51,6 +56,17 @@ class Problem(NamedTuple):
     output_final: bool
     varlen: bool
     needs_grad: bool = False  # a recurrent call that autograd follows
+
+    @property
+    def kind(self) -> tuple:
+        return self[4:]
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Of a CUDA device, asked once: a dictionary, since Dynamo looks through functools' caches and says so."""
+    if device.type == "cuda" and device not in _capabilities:
+        _capabilities[device] = torch.cuda.get_device_capability(device)
+    return _capabilities.get(device)
 
 
 def problem(
@@ -71,7 +87,7 @@ def problem(
         N=B if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         dtype=q.dtype,
         device_type=device.type,
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        capability=capability(device),
         delta_rule=delta_rule,
         scale=scale,
         has_q2=q2 is not None,
@@ -128,3 +144,34 @@ def report(p: Problem, table: dict[str, str] = CHUNK) -> str:
             chosen = True
         lines.append(f"{name}: {reason}")
     return "\n".join(lines)
+
+
+class Call(threading.local):
+    """How the op that runs now was called."""
+
+    direct = False  # not through torch.library, which wants every tensor an op returns to be its own
+
+
+CALL = Call()
+PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
+
+
+def plain(tensors) -> bool:
+    """Whether nothing needs to see the op itself: no compiler, function transform, dispatch mode, subclass or meta
+    tensor. Then it can be called `directly`: torch.library around it would cost 0.1 ms of host time.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and PLAIN.issuperset(map(type, tensors))
+        and not tensors[0].is_meta
+    )
+
+
+def directly(function, *arguments):
+    CALL.direct = True
+    try:
+        return function(*arguments)
+    finally:
+        CALL.direct = False

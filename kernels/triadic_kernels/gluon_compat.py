@@ -1,6 +1,8 @@
 # ruff: noqa: RUF005 - Gluon compiles tuple sums, not unpacking
 """Names of Gluon that moved between Triton 3.6 and 3.9, and what the Gluon kernels here share."""
 
+from functools import lru_cache
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -22,11 +24,23 @@ def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.con
         return memory._reinterpret(dtype, shape, layout)
 
 
+@lru_cache
+def tile_layout(columns, bits, rank):
+    """Shared memory of a tile of so many columns, swizzled as wgmma wants 16-bit tiles."""
+    swizzle = min(128, columns * 2) if bits == 16 else 0
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)
+
+
 def descriptor(x, shape, block, bits=16):
-    """TMA descriptor of tensor x viewed as `shape`, moved in tiles `block`, swizzled as wgmma wants 16-bit tiles."""
-    swizzle = min(128, block[-1] * 2) if bits == 16 else 0
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=len(block))
-    return TensorDescriptor.from_tensor(x.view(shape), block, layout)
+    """TMA descriptor of a contiguous tensor x viewed as `shape` (2 or 3 sizes), moved in tiles `block`.
+
+    Made without TensorDescriptor's own checks, which take as long as a launch; what they check holds here: x aligned to
+    16 bytes (`launch.aligned`), rows of a multiple of 16 bytes, blocks of powers of two.
+    """
+    d = TensorDescriptor.__new__(TensorDescriptor)
+    d.base, d.shape, d.block_shape, d.layout = x, shape, block, tile_layout(block[-1], bits, len(block))
+    d.strides = (shape[1], 1) if len(shape) == 2 else (shape[1] * shape[2], shape[2], 1)
+    return d
 
 
 @gluon.jit
@@ -41,6 +55,14 @@ def to_bf16_again(x):
     """The same value; .satfinite keeps ptxas from merging it with to_bf16 of the same x, whose copy would stay live."""
     return gl.inline_asm_elementwise(
         "cvt.rn.satfinite.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def to_f32(x):
+    """bfloat16 to float32, one instruction each: Triton's own takes two for every second number."""
+    return gl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2
     )
 
 

@@ -39,21 +39,59 @@ from .gluon_compat import (
 
 
 @gluon.jit
-def load_values(d_v, d_tp, d_write, bar, v_s, tp_s, write_s, row, column, i_hc, pred,
-                E: gl.constexpr, C: gl.constexpr, BV: gl.constexpr):  # fmt: skip
-    mbarrier.expect(bar, C * BV * 2 + 2 * C * C * 2 + E * C * 4, pred=pred)
-    tma_load(d_v, [row, column], bar, v_s, pred=pred)
+def load_inputs(d_q, d_v, bar, q_s, v_s, row, column_k, column_v, pred,
+                C: gl.constexpr, BV: gl.constexpr, K: gl.constexpr):  # fmt: skip
+    """What the first half of a chunk reads, beside k and the read table."""
+    mbarrier.expect(bar, C * K * 2 + C * BV * 2, pred=pred)
+    tma_load(d_q, [row, column_k], bar, q_s, pred=pred)
+    tma_load(d_v, [row, column_v], bar, v_s, pred=pred)
+
+
+@gluon.jit
+def load_masks(d_tp, d_write, bar, tp_s, write_s, i_hc, pred, E: gl.constexpr, C: gl.constexpr):
+    """What the second half reads."""
+    mbarrier.expect(bar, 2 * C * C * 2 + E * C * 4, pred=pred)
     tma_load(d_tp, [i_hc * 2 * C, 0], bar, tp_s, pred=pred)
     tma_load(d_write, [i_hc * 3 * E + 2 * E, 0], bar, write_s, pred=pred)
 
 
 @gluon.jit
-def read_states(S, x_t, table, bar, phase, first: gl.constexpr, stash, KEEP: gl.constexpr, FIRST: gl.constexpr,
-                NG: gl.constexpr, EG: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
-                mma_c: gl.constexpr, operand: gl.constexpr):  # fmt: skip
+def stash_state(s, stash, d_h, i_state, column, EG: gl.constexpr, BV: gl.constexpr, K: gl.constexpr,
+                h_layout: gl.constexpr):  # fmt: skip
+    """Send a tile of the rounded state on its way to memory, once all earlier stores have left shared memory."""
+    tma.store_wait(0)
+    barrier()
+    stash.store(s)
+    fence_async_shared()
+    barrier()
+    tma_store(d_h, [i_state, column, 0], reinterpret(stash, gl.bfloat16, [EG, BV, K], h_layout))
+
+
+@gluon.jit
+def read_both(S, k_t, q_t, read_s, bar_inputs, bar_read, phase, stash, d_h, i_state, column,
+              KEEP: gl.constexpr, E: gl.constexpr, BV: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
+              mma_c: gl.constexpr, operand: gl.constexpr, h_layout: gl.constexpr):  # fmt: skip
+    """One tile: table * (S k^T) [M, C] float32, and S q^T, still on its way."""
+    zero = gl.zeros([E * BV, C], gl.float32, layout=mma_c)
+    s = to_bf16(S[0])
+    x = mma(gl.convert_layout(s, operand, assert_trivial=True), k_t, zero, use_acc=False, is_async=True)
+    mbarrier.wait(bar_inputs, phase)
+    y = mma(gl.convert_layout(s, operand, assert_trivial=True), q_t, zero, use_acc=False, is_async=True)
+    if KEEP:  # while the products run
+        stash_state(s, stash, d_h, i_state, column, E, BV, K, h_layout)
+    mbarrier.wait(bar_read, phase)
+    x = mma_wait(1, deps=[x])
+    return scale_rows(x, read_s.slice(0, E, 0), E, BV, C), y
+
+
+@gluon.jit
+def read_states(S, x_t, table, bar, phase, first: gl.constexpr, stash, d_h, i_state, column, KEEP: gl.constexpr,
+                FIRST: gl.constexpr, NG: gl.constexpr, EG: gl.constexpr, BV: gl.constexpr, K: gl.constexpr,
+                C: gl.constexpr, mma_c: gl.constexpr, operand: gl.constexpr, h_layout: gl.constexpr):  # fmt: skip
     """Sum over tiles of table * (S x^T), [M, C] float32, and S; x_t [K, C] in shared memory.
 
-    FIRST: the first of two read-outs of the same states; the second may stash the second tile for its store.
+    FIRST: the first of two read-outs of the same states, which also stores the first tile; the second stores the
+    second.
     """
     M: gl.constexpr = EG * BV
     zero = gl.zeros([M, C], gl.float32, layout=mma_c)
@@ -64,12 +102,10 @@ def read_states(S, x_t, table, bar, phase, first: gl.constexpr, stash, KEEP: gl.
         else:
             s = to_bf16_again(S[g])
         x = mma(gl.convert_layout(s, operand, assert_trivial=True), x_t, zero, use_acc=False, is_async=True)
+        if KEEP and (g == 0) == FIRST:  # while the product runs
+            stash_state(s, stash, d_h, i_state + g * EG, column, EG, BV, K, h_layout)
         if FIRST and g == 0:
             mbarrier.wait(bar, phase)
-        if KEEP and not FIRST and g == 1:  # the second tile's state goes out while its product runs
-            tma.store_wait(0)
-            barrier()
-            stash.store(s)
         if g + 1 < NG:
             x, S = wait_with_state(x, S, g + 1)
         elif FIRST:
@@ -101,6 +137,7 @@ def forward_kernel(
     left_k: gl.constexpr = gl.DotOperandLayout(0, mma_k, 2)
     tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     h_layout: gl.constexpr = d_h.layout
+    v_layout: gl.constexpr = d_v.layout
     i_v = gl.program_id(0) % (V // BV)
     i_hv = gl.program_id(0) // (V // BV) % HV
     i_n = gl.load(p_order + gl.program_id(0) // (V // BV * HV))
@@ -119,8 +156,6 @@ def forward_kernel(
     stash_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, M if KEEP else 8, K], tile)
     select_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, M, BV], d_v.layout)
     o_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], d_v.layout)
-    if KEEP:
-        y_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], d_v.layout)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], d_k.layout)
     q_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, K], d_q.layout)
     v_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, BV], d_v.layout)
@@ -128,9 +163,9 @@ def forward_kernel(
     read_s = gl.allocate_shared_memory(gl.float32, [2 * E, C], d_read.layout)
     write_s = gl.allocate_shared_memory(gl.float32, [E, C], d_write.layout)
     bar_k = new_barriers(2, 1)
-    bar_q = new_barrier(1)
-    bar_v = new_barrier(1)
+    bar_inputs = new_barrier(1)
     bar_read = new_barrier(1)
+    bar_masks = new_barrier(1)
     repeat = slice_selector(left_c, M, BV)
     select_buffer.index(0).store(slice_selector(mma_v, M, BV))
     fence_async_shared()
@@ -146,11 +181,8 @@ def forward_kernel(
     tma_load(d_k, [row0, i_h * K], bar_k.index(0), k_s.index(0))
     mbarrier.expect(bar_read, 2 * E * C * 4)
     tma_load(d_read, [i_hc * 3 * E, 0], bar_read, read_s)
-    mbarrier.expect(bar_q, C * K * 2)
-    tma_load(d_q, [row0, i_h * K], bar_q, q_buffer.index(0))
-    load_values(
-        d_v, d_tp, d_write, bar_v, v_buffer.index(0), tp_buffer.index(0), write_s, row0, column, i_hc, True, E, C, BV
-    )
+    load_inputs(d_q, d_v, bar_inputs, q_buffer.index(0), v_buffer.index(0), row0, i_h * K, column, True, C, BV, K)
+    load_masks(d_tp, d_write, bar_masks, tp_buffer.index(0), write_s, i_hc, True, E, C)
     for n in range(chunks):
         phase = n & 1
         z = n >> 30
@@ -161,39 +193,45 @@ def forward_kernel(
         v = v_buffer.index(z)
         tp = tp_buffer.index(z)
         stash = stash_buffer.index(z)
-        w_s = reinterpret(q, gl.bfloat16, [M, C], tile)  # q's memory, once q is read
+        y_s = reinterpret(x_s, gl.bfloat16, [C, BV], v_layout)  # once x is read
+        if NG == 1:
+            w_s = x_s  # once x is read
+        else:
+            w_s = reinterpret(q, gl.bfloat16, [M, C], tile)  # once q is read
         k = k_s.index(n % 2)
         decays = ()
         for g in gl.static_range(NG):
             decays = decays + (load_decay(p_dec + (i_hc + n) * E + g * EG, S[g], EG, BV, K),)
-        if KEEP:  # the state at the chunk's start
-            tma.store_wait(0)
-            barrier()
-            stash.store(to_bf16(S[0]))
-            fence_async_shared()
-            barrier()
-            tma_store(d_h, [(i_hc + n) * E, i_v * BV, 0], reinterpret(stash, gl.bfloat16, [EG, BV, K], h_layout))
         # ---- read-outs -K S and Q S, scaled by the tables
         mbarrier.wait(bar_k.index(n % 2), (n // 2) & 1)
-        x, S = read_states(
-            S, k.permute([1, 0]), read_s, bar_read, phase, 0, stash, KEEP, True, NG, EG, BV, C, mma_c, left_c
-        )
-        x_s.store(to_bf16(x))
-        mbarrier.wait(bar_q, phase)
-        y, S = read_states(
-            S, q.permute([1, 0]), read_s, bar_read, phase, E, stash, KEEP, False, NG, EG, BV, C, mma_c, left_c
-        )
-        yr_s.store(to_bf16(y))
+        if NG == 1:
+            x, y = read_both(
+                S, k.permute([1, 0]), q.permute([1, 0]), read_s, bar_inputs, bar_read, phase, stash, d_h,
+                (i_hc + n) * E, i_v * BV, KEEP, E, BV, K, C, mma_c, left_c, h_layout,
+            )  # fmt: skip
+            x_s.store(to_bf16(x))
+        else:
+            x, S = read_states(
+                S, k.permute([1, 0]), read_s, bar_read, phase, 0, stash, d_h, (i_hc + n) * E, i_v * BV, KEEP, True,
+                NG, EG, BV, K, C, mma_c, left_c, h_layout,
+            )  # fmt: skip
+            x_s.store(to_bf16(x))
+            mbarrier.wait(bar_inputs, phase)
+            y, S = read_states(
+                S, q.permute([1, 0]), read_s, bar_read, phase, E, stash, d_h, (i_hc + n) * E, i_v * BV, KEEP, False,
+                NG, EG, BV, K, C, mma_c, left_c, h_layout,
+            )  # fmt: skip
+            yr_s.store(to_bf16(y))
         fence_async_shared()
-        mbarrier.wait(bar_v, phase)
         barrier()
-        if KEEP and NG == 2:
-            tma_store(d_h, [(i_hc + n) * E + EG, i_v * BV, 0], reinterpret(stash, gl.bfloat16, [EG, BV, K], h_layout))
         more = n + 1 < chunks
         # ---- W = V + sum over slices of x, repeated for each slice
         w = mma(repeat, v.permute([1, 0]), zero_c, use_acc=False, is_async=True)
         for e in gl.static_range(EG):
             w = mma(repeat, x_s.slice(e * BV, BV, 0), w, is_async=True)
+        if NG == 1:
+            y = mma_wait(1 + EG, deps=[y])
+            yr_s.store(to_bf16(scale_rows(y, read_s.slice(E, E, 0), E, BV, C)))
         mbarrier.expect(bar_k.index(1 - n % 2), C * K * 2, pred=more)
         tma_load(d_k, [row0 + (n + 1) * C, i_h * K], bar_k.index(1 - n % 2), k_s.index(1 - n % 2), pred=more)
         Sd = ()
@@ -202,8 +240,12 @@ def forward_kernel(
         w = mma_wait(0, deps=[w])
         wb = to_bf16(w)
         # ---- Y = A' W and O = Q S + PT W
+        mbarrier.wait(bar_masks, phase)
         y = mma(gl.convert_layout(wb, left_c, assert_trivial=True), tp.slice(0, C, 0).permute([1, 0]), zero_c,
                 use_acc=False, is_async=True)  # fmt: skip
+        if NG == 1:
+            barrier()  # every warp has read q, v and x
+            load_inputs(d_q, d_v, bar_inputs, q, v, row0 + (n + 1) * C, i_h * K, column, more, C, BV, K)
         w_s.store(wb)
         fence_async_shared()
         if not KEEP:
@@ -224,6 +266,8 @@ def forward_kernel(
         if KEEP:
             yt = mma(tp.slice(0, C, 0), w_s.slice(0, BV, 0).permute([1, 0]), zero_v, use_acc=False, is_async=True)
             yt = mma_wait(0, deps=[yt])
+            if NG == 1:
+                barrier()  # every warp has read w
             y_s.store(to_bf16(yt))
         S = wait_all(Sn, NG)
         fence_async_shared()
@@ -232,14 +276,15 @@ def forward_kernel(
             tma_store(d_o, [row0 + n * C, column], o_s)
             if KEEP:
                 tma_store(d_y, [row0 + n * C, column], y_s)
-        mbarrier.expect(bar_q, C * K * 2, pred=more)
-        tma_load(d_q, [row0 + (n + 1) * C, i_h * K], bar_q, q, pred=more)
-        load_values(d_v, d_tp, d_write, bar_v, v, tp, write_s, row0 + (n + 1) * C, column, i_hc + n + 1, more, E, C, BV)
+        if NG == 2:
+            load_inputs(d_q, d_v, bar_inputs, q, v, row0 + (n + 1) * C, i_h * K, column, more, C, BV, K)
+        load_masks(d_tp, d_write, bar_masks, tp, write_s, i_hc + n + 1, more, E, C)
     tma.store_wait(0)
     if last_rows < C:
         row = row0 + (chunks - 1) * C
         store_tail(p_o, o_s.load(mma_v), last_rows, row, HV * V, column, mma_v, C, BV)
         if KEEP:
-            store_tail(p_y, y_s.load(mma_v), last_rows, row, HV * V, column, mma_v, C, BV)
+            y_last = reinterpret(x_buffer.index(0), gl.bfloat16, [C, BV], v_layout)
+            store_tail(p_y, y_last.load(mma_v), last_rows, row, HV * V, column, mma_v, C, BV)
     for g in gl.static_range(NG):
         gl.store(p_state + g * (EG * K * V) + state_offsets(mma_k, i_v + (chunks >> 30), M, BV, K, V), S[g])

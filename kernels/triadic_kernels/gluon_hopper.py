@@ -1,15 +1,19 @@
-"""Back end "gluon_hopper": the six kernels of triton_chunk.py, with 3, 4 and 5 in Gluon for compute capability 9.0.
+"""Back end "gluon_hopper": the six kernels of triton_chunk.py, all but the first in Gluon for compute capability 9.0.
 
 Tiles are loaded whole, so a token that is not finite (q, k, v or gradient) reaches the last chunk of the document
-packed
-before its own, through zero times infinity; finite tokens never do.
+packed before its own, through zero times infinity; finite tokens never do.
 """
 
-import torch
+from functools import lru_cache
 
-from . import gluon_forward, gluon_reverse, gluon_state_gradients, triton_chunk
+import torch
+import triton
+
+from . import gluon_forward, gluon_mask_gradients, gluon_masks, gluon_reverse, gluon_state_gradients, triton_chunk
 from .chunks import CHUNK as C
 from .gluon_compat import descriptor
+from .launch import bound
+from .triton_chunk import count, padded
 
 # E -> columns of V per program, rows of a wgmma tile, warps: measured fastest on an H200
 TILES = {1: (64, 64, 4), 2: (32, 64, 4), 4: (16, 64, 4), 8: (16, 64, 4), 16: (16, 128, 8)}
@@ -28,84 +32,139 @@ def unsupported(p) -> str | None:
     return None
 
 
-def table_descriptors(p, t):
+def constants(p):
+    return dict(H=p.H, HV=p.HV, E=p.E, K=D, C=C)
+
+
+def tiles(p):
+    BV, M, warps = TILES[p.E]
+    return dict(V=D, BV=BV, M=M, num_warps=warps, **constants(p))
+
+
+@bound(gluon_masks.masks_kernel)
+def masks(p):
+    return dict(EP=padded(p.E), DELTA=p.delta_rule, num_warps=4, **constants(p))
+
+
+@bound(gluon_forward.forward_kernel)
+def forward_recurrence(p, keep):
+    return dict(KEEP=keep, **tiles(p))
+
+
+@bound(gluon_reverse.reverse_kernel)
+def reverse_recurrence(p):
+    return tiles(p)
+
+
+@bound(gluon_state_gradients.state_gradients_kernel)
+def partial_gradients(p):
+    return dict(NS=2, REGISTERS=160, num_warps=4, **constants(p))
+
+
+@bound(gluon_mask_gradients.mask_gradients_kernel)
+def mask_gradients(p, decay_blocks):
+    return dict(
+        EP=padded(p.E), NDB=decay_blocks, DELTA=p.delta_rule, GATE=p.gate or "none", num_warps=4, **constants(p)
+    )  # fmt: skip
+
+
+def of_keys(p):
+    """How TMA descriptors see q, k and their gradients: a chunk's tokens of one head at a time."""
+    return (p.B * p.T, p.H * D), [C, D]
+
+
+def of_values(p, columns=D):
+    """The same for v, o, y and their gradients, so many columns of a head at a time."""
+    return (p.B * p.T, p.HV * D), [C, columns]
+
+
+def of_states(p, NC):
+    """The same for h and dh in kernels 3 and 4."""
+    BV, M, _ = TILES[p.E]
+    return (p.HV * NC * p.E, D, D), [M // BV, BV, D]
+
+
+def table_descriptors(p, t, NC):
     """TMA descriptors of tp [2C, C], of the read tables [2E, C] and of the write table [E, C] of a chunk."""
-    rows = p.HV * t.chunks.shape[0]
-    tab = t.tab, (rows * 3 * p.E, C)
+    n = p.HV * NC
+    tab = t.tab, (n * 3 * p.E, C)
     return (
-        descriptor(t.tp, (rows * 2 * C, C), [2 * C, C]),
+        descriptor(t.tp, (n * 2 * C, C), [2 * C, C]),
         descriptor(*tab, [2 * p.E, C], bits=32),
         descriptor(*tab, [p.E, C], bits=32),
     )
 
 
+def fill_masks(p, q, k, t):
+    NC, keys = count(p), of_keys(p)
+    masks(p, q.device)(
+        (NC, p.H, 1), descriptor(q, *keys), descriptor(k, *keys), descriptor(t.tp, (p.HV * NC * 2 * C, C), [2 * C, C]),
+        t.gc, t.q2t, t.k2t, t.bt, t.chunks, p.scale, NC,
+    )  # fmt: skip
+
+
 def recur(p, q, k, v, t, state, o, y, h):
-    NC = t.chunks.shape[0]
-    BV, M, warps = TILES[p.E]
-    R = p.B * p.T
-
-    def keys(x):
-        return descriptor(x, (R, p.H * D), [C, D])
-
-    def values(x):
-        return descriptor(x, (R, p.HV * D), [C, BV])
-
-    keep = h is not None
-    d_o = values(o)
-    d_h = descriptor(h, (p.HV * NC * p.E, D, D), [M // BV, BV, D]) if keep else d_o
-    gluon_forward.forward_kernel[(p.N * p.HV * (D // BV),)](
-        keys(k), keys(q), values(v), *table_descriptors(p, t), d_o, d_h, values(y) if keep else d_o,
+    NC, keep, BV = count(p), h is not None, TILES[p.E][0]
+    keys, values = of_keys(p), of_values(p, BV)
+    d_o = descriptor(o, *values)
+    forward_recurrence(p, q.device, keep)(
+        (p.N * p.HV * (D // BV), 1, 1),
+        descriptor(k, *keys), descriptor(q, *keys), descriptor(v, *values), *table_descriptors(p, t, NC), d_o,
+        descriptor(h, *of_states(p, NC)) if keep else d_o, descriptor(y, *values) if keep else d_o,
         t.dec, t.chunks, t.sequences, t.order, state, o, y if keep else o, NC,
-        H=p.H, HV=p.HV, E=p.E, K=D, V=D, BV=BV, M=M, C=C, KEEP=keep, num_warps=warps,
     )  # fmt: skip
 
 
 def reverse(p, q, k, do, t, dstate, dw, dh):
-    NC = t.chunks.shape[0]
-    BV, M, warps = TILES[p.E]
-    R = p.B * p.T
-
-    def keys(x):
-        return descriptor(x, (R, p.H * D), [C, D])
-
-    def values(x):
-        return descriptor(x, (R, p.HV * D), [C, BV])
-
-    d_dh = descriptor(dh, (p.HV * NC * p.E, D, D), [M // BV, BV, D])
-    gluon_reverse.reverse_kernel[(p.N * p.HV * (D // BV),)](
-        keys(k), keys(q), values(do), *table_descriptors(p, t), values(dw), d_dh,
+    NC, BV = count(p), TILES[p.E][0]
+    keys, values = of_keys(p), of_values(p, BV)
+    reverse_recurrence(p, q.device)(
+        (p.N * p.HV * (D // BV), 1, 1),
+        descriptor(k, *keys), descriptor(q, *keys), descriptor(do, *values), *table_descriptors(p, t, NC),
+        descriptor(dw, *values), descriptor(dh, *of_states(p, NC)),
         t.dec, t.chunks, t.sequences, t.order, dstate, dw, NC,
-        H=p.H, HV=p.HV, E=p.E, K=D, V=D, BV=BV, M=M, C=C, num_warps=warps,
     )  # fmt: skip
+
+
+@lru_cache
+def processors(device_index: int) -> int:
+    return triton.runtime.driver.active.utils.get_device_properties(device_index)["multiprocessor_count"]
 
 
 def state_gradients(p, q, k, do, y, dw, h, dh, t):
-    NC, R = t.chunks.shape[0], p.B * p.T
+    NC = count(p)
     dq, dkr, dkw = torch.empty_like(q), torch.empty_like(k), torch.empty_like(k)
-    dtab, ddec = t.tab.new_empty(1, *t.tab.shape), t.dec.new_empty(2, *t.dec.shape)
-
-    def rows(x, heads):
-        return descriptor(x, (R, heads * D), [C, D])
-
-    def states(x):
-        return descriptor(x, (p.HV * NC * p.E * D, D), [D, D])
-
-    gluon_state_gradients.state_gradients_kernel[(NC, p.H)](
-        rows(q, p.H), rows(k, p.H), rows(do, p.HV), rows(y, p.HV), rows(dw, p.HV), states(h), states(dh),
+    dtab, ddec = t.tab.new_empty(1, t.tab.numel()), t.dec.new_empty(2, t.dec.numel())
+    keys, values, states = of_keys(p), of_values(p), ((p.HV * NC * p.E * D, D), [D, D])
+    partial_gradients(p, q.device)(
+        (min(NC * p.H, processors(q.device.index or 0)), 1, 1),
+        descriptor(q, *keys), descriptor(k, *keys), descriptor(do, *values), descriptor(y, *values),
+        descriptor(dw, *values), descriptor(h, *states), descriptor(dh, *states),
         t.tab, t.chunks, dq, dkr, dkw, dtab, ddec, NC,
-        H=p.H, HV=p.HV, E=p.E, K=D, C=C, NS=2, REGISTERS=160, num_warps=4,
     )  # fmt: skip
     return dq, dkr, dkw, dtab, ddec
+
+
+def finish(p, q, k, y, do, dw, t, parts, out):
+    NC = count(p)
+    dqs, dkr, dkw, dtab, ddec = parts
+    keys, values = of_keys(p), of_values(p)
+    mask_gradients(p, q.device, ddec.shape[0])(
+        (NC, p.H, 1),
+        descriptor(q, *keys), descriptor(k, *keys), descriptor(y, *values), descriptor(do, *values),
+        descriptor(dw, *values), *(descriptor(x, *keys) for x in (dqs, dkr, dkw, out.dq, out.dk)),
+        t.q2t, t.k2t, t.bt, t.gc, dtab, ddec, t.chunks, *out, p.scale, NC,
+    )  # fmt: skip
 
 
 saved_like = triton_chunk.saved_like
 
 
 def forward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
-    return triton_chunk.run_forward(recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep)
+    return triton_chunk.run_forward(fill_masks, recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep)
 
 
 def backward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht):
     return triton_chunk.run_backward(
-        reverse, state_gradients, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht
+        reverse, state_gradients, finish, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht
     )

@@ -32,24 +32,48 @@ from .gluon_compat import (
 
 
 @gluon.jit
-def load_gradients(d_do, d_tp, d_read, bar, do_s, tp_s, read_s, row, column, i_hc, pred,
-                   E: gl.constexpr, C: gl.constexpr, BV: gl.constexpr):  # fmt: skip
-    mbarrier.expect(bar, C * BV * 2 + 2 * C * C * 2 + 2 * E * C * 4, pred=pred)
-    tma_load(d_do, [row, column], bar, do_s, pred=pred)
+def load_tile(d, bar, x_s, row, column, pred, BYTES: gl.constexpr):
+    mbarrier.expect(bar, BYTES, pred=pred)
+    tma_load(d, [row, column], bar, x_s, pred=pred)
+
+
+@gluon.jit
+def load_masks(d_tp, d_read, d_do, bar, tp_s, read_s, do_s, i_hc, row, column, pred,
+               WITH_DO: gl.constexpr, E: gl.constexpr, C: gl.constexpr, BV: gl.constexpr):  # fmt: skip
+    mbarrier.expect(bar, 2 * C * C * 2 + 2 * E * C * 4 + (C * BV * 2 if WITH_DO else 0), pred=pred)
+    if WITH_DO:
+        tma_load(d_do, [row, column], bar, do_s, pred=pred)
     tma_load(d_tp, [i_hc * 2 * C, 0], bar, tp_s, pred=pred)
     tma_load(d_read, [i_hc * 3 * E, 0], bar, read_s, pred=pred)
 
 
 @gluon.jit
-def read_states(S, k_t, table, bar, phase, NG: gl.constexpr, EG: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
-                mma_c: gl.constexpr, operand: gl.constexpr):  # fmt: skip
-    """Sum over tiles of table * (S k^T), [M, C] float32, and S; k_t [K, C] in shared memory."""
+def store_states(S, stash, d_dh, i_state, column, z, NG: gl.constexpr, EG: gl.constexpr, BV: gl.constexpr,
+                 K: gl.constexpr, h_layout: gl.constexpr):  # fmt: skip
+    """Send the rounded states to memory, once all earlier stores have left shared memory."""
+    tma.store_wait(0)
+    barrier()
+    for g in gl.static_range(NG):
+        stash.index(g + z).store(to_bf16_again(S[g]))
+    fence_async_shared()
+    barrier()
+    for g in gl.static_range(NG):
+        tma_store(d_dh, [i_state + g * EG, column, 0],
+                  reinterpret(stash.index(g + z), gl.bfloat16, [EG, BV, K], h_layout))  # fmt: skip
+
+
+@gluon.jit
+def read_states(S, k_t, table, bar, phase, stash, d_dh, i_state, column, z, NG: gl.constexpr, EG: gl.constexpr,
+                BV: gl.constexpr, K: gl.constexpr, C: gl.constexpr, mma_c: gl.constexpr, operand: gl.constexpr,
+                h_layout: gl.constexpr):  # fmt: skip
+    """Sum over tiles of table * (S k^T), [M, C] float32, and S; k_t [K, C] in shared memory. Stores the states too."""
     zero = gl.zeros([EG * BV, C], gl.float32, layout=mma_c)
     total = zero
     for g in gl.static_range(NG):
         s = gl.convert_layout(to_bf16(S[g]), operand, assert_trivial=True)
         x = mma(s, k_t, zero, use_acc=False, is_async=True)
-        if g == 0:
+        if g == 0:  # while the product runs
+            store_states(S, stash, d_dh, i_state, column, z, NG, EG, BV, K, h_layout)
             mbarrier.wait(bar, phase)
         if g + 1 < NG:
             x, S = wait_with_state(x, S, g + 1)
@@ -98,13 +122,15 @@ def reverse_kernel(
     x_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, M, C], tile)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], d_k.layout)
     q_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, K], d_q.layout)
-    do_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, BV], d_do.layout)
+    ND: gl.constexpr = 3 - NG  # buffers of dO: two where there is room
+    do_buffer = gl.allocate_shared_memory(gl.bfloat16, [ND, C, BV], d_do.layout)
     tp_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, 2 * C, C], d_tp.layout)
     read_s = gl.allocate_shared_memory(gl.float32, [2 * E, C], d_read.layout)
     write_s = gl.allocate_shared_memory(gl.float32, [E, C], d_write.layout)
     bar_k = new_barriers(2, 1)
     bar_q = new_barrier(1)
-    bar_do = new_barrier(1)
+    bar_do = new_barriers(ND, 1)
+    bar_masks = new_barrier(1)
     bar_write = new_barrier(1)
     repeat = slice_selector(left_c, M, BV)
     fence_async_shared()
@@ -116,45 +142,42 @@ def reverse_kernel(
     for g in gl.static_range(NG):
         S = S + (gl.load(p_dstate + g * (EG * K * V) + state_offsets(mma_k, i_v, M, BV, K, V)),)
 
-    mbarrier.expect(bar_k.index(0), C * K * 2)
-    tma_load(d_k, [row0, i_h * K], bar_k.index(0), k_s.index(0))
-    mbarrier.expect(bar_write, E * C * 4)
-    tma_load(d_write, [i_hc * 3 * E + 2 * E, 0], bar_write, write_s)
-    load_gradients(
-        d_do, d_tp, d_read, bar_do, do_buffer.index(0), tp_buffer.index(0), read_s, row0, column, i_hc, True, E, C, BV
-    )
-    mbarrier.expect(bar_q, C * K * 2)
-    tma_load(d_q, [row0, i_h * K], bar_q, q_buffer.index(0))
+    load_tile(d_k, bar_k.index(0), k_s.index(0), row0, i_h * K, True, C * K * 2)
+    load_tile(d_write, bar_write, write_s, i_hc * 3 * E + 2 * E, 0, True, E * C * 4)
+    if ND == 2:
+        load_tile(d_do, bar_do.index(0), do_buffer.index(0), row0, column, True, C * BV * 2)
+    load_masks(
+        d_tp, d_read, d_do, bar_masks, tp_buffer.index(0), read_s, do_buffer.index(0), i_hc, row0, column, True,
+        ND == 1, E, C, BV,
+    )  # fmt: skip
+    load_tile(d_q, bar_q, q_buffer.index(0), row0, i_h * K, True, C * K * 2)
     for n in range(chunks):
         phase = n & 1
         z = n >> 30
         x_s = x_buffer.index(z)
         q = q_buffer.index(z)
-        do = do_buffer.index(z)
+        do = do_buffer.index(n % ND + z)
         tp = tp_buffer.index(z)
         dw_s = reinterpret(x_s, gl.bfloat16, [C, BV], v_layout)
         k = k_s.index(n % 2)
         decays = ()
         for g in gl.static_range(NG):
             decays = decays + (load_decay(p_dec + (i_hc - n) * E + g * EG, S[g], EG, BV, K),)
-        # ---- the state's gradient at the chunk's end
-        tma.store_wait(0)
-        barrier()
-        for g in gl.static_range(NG):
-            stash.index(g + z).store(to_bf16_again(S[g]))
-        fence_async_shared()
-        barrier()
-        for g in gl.static_range(NG):
-            tma_store(d_dh, [(i_hc - n) * E + g * EG, i_v * BV, 0],
-                      reinterpret(stash.index(g + z), gl.bfloat16, [EG, BV, K], h_layout))  # fmt: skip
-        # ---- K dS', scaled by the table
+        # ---- K dS', scaled by the table; the state's gradient at the chunk's end goes to memory
         mbarrier.wait(bar_k.index(n % 2), (n // 2) & 1)
-        x, S = read_states(S, k.permute([1, 0]), write_s, bar_write, phase, NG, EG, BV, C, mma_c, left_c)
+        x, S = read_states(
+            S, k.permute([1, 0]), write_s, bar_write, phase, stash, d_dh, (i_hc - n) * E, i_v * BV, z,
+            NG, EG, BV, K, C, mma_c, left_c, h_layout,
+        )  # fmt: skip
         x_s.store(to_bf16(x))
         fence_async_shared()
-        mbarrier.wait(bar_do, phase)
+        if ND == 2:
+            mbarrier.wait(bar_do.index(n % 2), (n // 2) & 1)
+        else:
+            mbarrier.wait(bar_masks, phase)
         barrier()
         more = n + 1 < chunks
+        next_row = row0 - (n + 1) * C
         # ---- dO, and dY = sum over slices, each repeated for each slice
         dor = mma(repeat, do.permute([1, 0]), zero_c, use_acc=False, is_async=True)
         dy = zero_c
@@ -163,10 +186,11 @@ def reverse_kernel(
                 dy = mma(repeat, x_s.slice(e * BV, BV, 0), zero_c, use_acc=False, is_async=True)
             else:
                 dy = mma(repeat, x_s.slice(e * BV, BV, 0), dy, is_async=True)
-        mbarrier.expect(bar_k.index(1 - n % 2), C * K * 2, pred=more)
-        tma_load(d_k, [row0 - (n + 1) * C, i_h * K], bar_k.index(1 - n % 2), k_s.index(1 - n % 2), pred=more)
-        mbarrier.expect(bar_write, E * C * 4, pred=more)
-        tma_load(d_write, [(i_hc - n - 1) * 3 * E + 2 * E, 0], bar_write, write_s, pred=more)
+        load_tile(d_k, bar_k.index(1 - n % 2), k_s.index(1 - n % 2), next_row, i_h * K, more, C * K * 2)
+        load_tile(d_write, bar_write, write_s, (i_hc - n - 1) * 3 * E + 2 * E, 0, more, E * C * 4)
+        if ND == 2:
+            next_do = do_buffer.index(1 - n % 2)
+            load_tile(d_do, bar_do.index(1 - n % 2), next_do, next_row, column, more, C * BV * 2)
         Sd = ()
         for g in gl.static_range(NG):
             Sd = Sd + (decayed(S[g], decays[g], EG, BV, K),)
@@ -174,6 +198,8 @@ def reverse_kernel(
         dob = to_bf16(dor)
         dyb = to_bf16(dy)
         # ---- dW in registers
+        if ND == 2:
+            mbarrier.wait(bar_masks, phase)
         dw = mma(gl.convert_layout(dob, left_c, assert_trivial=True), tp.slice(C, C, 0), zero_c,
                  use_acc=False, is_async=True)  # fmt: skip
         dw = mma(gl.convert_layout(dyb, left_c, assert_trivial=True), tp.slice(0, C, 0), dw, is_async=True)
@@ -206,11 +232,10 @@ def reverse_kernel(
         barrier()
         if tail == 0:
             tma_store(d_dw, [row0 - n * C, column], dw_s)
-        load_gradients(
-            d_do, d_tp, d_read, bar_do, do, tp, read_s, row0 - (n + 1) * C, column, i_hc - n - 1, more, E, C, BV
-        )
-        mbarrier.expect(bar_q, C * K * 2, pred=more)
-        tma_load(d_q, [row0 - (n + 1) * C, i_h * K], bar_q, q, pred=more)
+        load_masks(
+            d_tp, d_read, d_do, bar_masks, tp, read_s, do, i_hc - n - 1, next_row, column, more, ND == 1, E, C, BV
+        )  # fmt: skip
+        load_tile(d_q, bar_q, q, next_row, i_h * K, more, C * K * 2)
     tma.store_wait(0)
     for g in gl.static_range(NG):
         gl.store(p_dstate + g * (EG * K * V) + state_offsets(mma_k, i_v + (chunks >> 30), M, BV, K, V), S[g])

@@ -1,7 +1,8 @@
 """Kernel 5 in Gluon for Hopper, warp-specialised: K = V = 128, bfloat16; the mathematics of backward.py.
 
-One program per (chunk, key head), the value heads of the group inside. Three warpgroups each form one of dO S^T, dW S^T
-and Y dS'^T slice by slice, and a fourth partition of one warp keeps the states of the next slices coming by TMA.
+One program per multiprocessor takes (chunk, key head) after (chunk, key head), the value heads of the group inside.
+Three warpgroups each form one of dO S^T, dW S^T and Y dS'^T slice by slice, and a fourth partition of one warp keeps
+the states of the next slices coming by TMA, those of the next chunk too.
 """
 
 from triton.experimental import gluon
@@ -10,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as mma
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as mma_wait
 
-from .gluon_compat import barrier, new_barrier, new_barriers, tma_load
+from .gluon_compat import barrier, new_barrier, new_barriers, tma_load, to_f32
 
 
 @gluon.jit
@@ -19,16 +20,15 @@ def half_product(states, other, half: gl.constexpr, K: gl.constexpr, layout: gl.
     V2: gl.constexpr = K // 2
     total = gl.zeros([16, K], gl.float32, layout=layout)
     for i in gl.static_range(V2 // 16):
-        a = states.slice(half * V2 + i * 16, 16, 0).load(layout).to(gl.float32)
-        total = total + a * other.slice(half * V2 + i * 16, 16, 0).load(layout).to(gl.float32)
+        a = to_f32(states.slice(half * V2 + i * 16, 16, 0).load(layout))
+        total = total + a * to_f32(other.slice(half * V2 + i * 16, 16, 0).load(layout))
     return gl.sum(gl.sum(total, 1), 0)
 
 
 @gluon.jit
 def consumer(
     which: gl.constexpr, operands, released, full, empty, a_s, x_s, state_s, other_s, p_tab, p_dtab, p_ddec, p_out,
-    row0,
-    rows, steps, hc0, NC, H: gl.constexpr, E: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
+    p_ch, NC, H: gl.constexpr, G: gl.constexpr, E: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
     NS: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
     """out = sum_e table_e * (a S_e^T), dtab_e = rowsum(x * (a S_e^T)), in two halves of the key columns."""
@@ -38,62 +38,78 @@ def consumer(
     t = gl.arange(0, C, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, K2, layout=gl.SliceLayout(0, layout))
     zero = gl.zeros([C, K2], gl.float32, layout=layout)
-    left = zero
-    right = zero
-    for i in range(steps):
-        e = i % E
-        i_hc = hc0 + (i // E) * NC
-        offset = i_hc.to(gl.int64) * (3 * E * C) + e * C
-        if e == 0:
-            mbarrier.wait(operands, (i // E) & 1)
-        table = gl.load(p_tab + offset + t)
-        mbarrier.wait(full.index(i % NS), (i // NS) & 1)
-        states = state_s.index(i % NS)
-        w = mma(a_s, states.slice(0, K2, 1), zero, use_acc=False, is_async=True)
-        if which < 2:
-            gl.store(p_ddec + i_hc.to(gl.int64) * E + e, half_product(states, other_s.index(i % NS), which, K, plain))
-        w = mma_wait(0, deps=[w])
-        r = gl.sum(w * x_s.slice(0, K2, 1).load(layout).to(gl.float32), 1)
-        left = left + w * table[:, None]
-        w = mma(a_s, states.slice(K2, K2, 1), zero, use_acc=False, is_async=True)
-        w = mma_wait(0, deps=[w])
-        barrier()
-        mbarrier.arrive(empty.index(i % NS), count=1)
-        r = r + gl.sum(w * x_s.slice(K2, K2, 1).load(layout).to(gl.float32), 1)
-        right = right + w * table[:, None]
-        gl.store(p_dtab + offset + t, r)
-        if e == E - 1:
+    i = 0  # slices and
+    j = 0  # value heads that have passed through shared memory
+    for item in range(gl.program_id(0), NC * H, gl.num_programs(0)):
+        i_c = item % NC
+        i_h = item // NC
+        row0 = gl.load(p_ch + i_c * 3 + 1)
+        rows = gl.load(p_ch + i_c * 3 + 2)
+        left = zero
+        right = zero
+        for step in range(gl.where(rows > 0, G * E, 0)):  # nothing to do beyond the last chunk
+            e = step % E
+            i_hc = (i_h * G + step // E) * NC + i_c
+            offset = i_hc.to(gl.int64) * (3 * E * C) + e * C
+            if e == 0:
+                mbarrier.wait(operands, j & 1)
+                j += 1
+            table = gl.load(p_tab + offset + t)
+            mbarrier.wait(full.index(i % NS), (i // NS) & 1)
+            states = state_s.index(i % NS)
+            w = mma(a_s, states.slice(0, K2, 1), zero, use_acc=False, is_async=True)
+            if which < 2:
+                state_products = half_product(states, other_s.index(i % NS), which, K, plain)
+                gl.store(p_ddec + i_hc.to(gl.int64) * E + e, state_products)
+            w = mma_wait(0, deps=[w])
+            r = gl.sum(w * to_f32(x_s.slice(0, K2, 1).load(layout)), 1)
+            left = left + w * table[:, None]
+            w = mma(a_s, states.slice(K2, K2, 1), zero, use_acc=False, is_async=True)
+            w = mma_wait(0, deps=[w])
             barrier()
-            mbarrier.arrive(released, count=1)
-    p_out += ((row0 + t).to(gl.int64) * (H * K))[:, None] + d[None, :]
-    mask = (t < rows)[:, None] & (d >= 0)[None, :]
-    gl.store(p_out, left.to(gl.bfloat16), mask=mask)
-    gl.store(p_out + K2, right.to(gl.bfloat16), mask=mask)
+            mbarrier.arrive(empty.index(i % NS), count=1)
+            i += 1
+            r = r + gl.sum(w * to_f32(x_s.slice(K2, K2, 1).load(layout)), 1)
+            right = right + w * table[:, None]
+            gl.store(p_dtab + offset + t, r)
+            if e == E - 1:
+                barrier()
+                mbarrier.arrive(released, count=1)
+        p = p_out + ((row0 + t).to(gl.int64) * (H * K) + i_h * K)[:, None] + d[None, :]
+        mask = (t < rows)[:, None] & (d >= 0)[None, :]
+        gl.store(p, left.to(gl.bfloat16), mask=mask)
+        gl.store(p + K2, right.to(gl.bfloat16), mask=mask)
 
 
 @gluon.jit
 def producer(
-    operands, released, full, empty, q_s, k_s, do_s, y_s, dw_s, h_s, dh_s, d_q, d_k, d_do, d_y, d_dw, d_h, d_dh, row0,
-    i_h,
-    steps, hc0, NC, G: gl.constexpr, E: gl.constexpr, K: gl.constexpr, C: gl.constexpr, NS: gl.constexpr,
+    operands, released, full, empty, q_s, k_s, do_s, y_s, dw_s, h_s, dh_s, d_q, d_k, d_do, d_y, d_dw, d_h, d_dh, p_ch,
+    NC, H: gl.constexpr, G: gl.constexpr, E: gl.constexpr, K: gl.constexpr, C: gl.constexpr, NS: gl.constexpr,
 ):  # fmt: skip
-    for i in range(steps):
-        e = i % E
-        j = i // E
-        if e == 0:
-            if j > 0:
-                mbarrier.wait(released, (j - 1) & 1)
-            mbarrier.expect(operands, 5 * C * K * 2)
-            tma_load(d_do, [row0, (i_h * G + j) * K], operands, do_s)
-            tma_load(d_dw, [row0, (i_h * G + j) * K], operands, dw_s)
-            tma_load(d_y, [row0, (i_h * G + j) * K], operands, y_s)
-            tma_load(d_q, [row0, i_h * K], operands, q_s)
-            tma_load(d_k, [row0, i_h * K], operands, k_s)
-        mbarrier.wait(empty.index(i % NS), ((i // NS) & 1) ^ 1)
-        mbarrier.expect(full.index(i % NS), 2 * K * K * 2)
-        i_state = ((hc0 + j * NC) * E + e) * K
-        tma_load(d_h, [i_state, 0], full.index(i % NS), h_s.index(i % NS))
-        tma_load(d_dh, [i_state, 0], full.index(i % NS), dh_s.index(i % NS))
+    i = 0
+    j = 0
+    for item in range(gl.program_id(0), NC * H, gl.num_programs(0)):
+        i_c = item % NC
+        i_h = item // NC
+        row0 = gl.load(p_ch + i_c * 3 + 1)
+        rows = gl.load(p_ch + i_c * 3 + 2)
+        for step in range(gl.where(rows > 0, G * E, 0)):
+            i_hv = i_h * G + step // E
+            if step % E == 0:
+                mbarrier.wait(released, (j & 1) ^ 1)  # at once the first time
+                j += 1
+                mbarrier.expect(operands, 5 * C * K * 2)
+                tma_load(d_do, [row0, i_hv * K], operands, do_s)
+                tma_load(d_dw, [row0, i_hv * K], operands, dw_s)
+                tma_load(d_y, [row0, i_hv * K], operands, y_s)
+                tma_load(d_q, [row0, i_h * K], operands, q_s)
+                tma_load(d_k, [row0, i_h * K], operands, k_s)
+            mbarrier.wait(empty.index(i % NS), ((i // NS) & 1) ^ 1)
+            mbarrier.expect(full.index(i % NS), 2 * K * K * 2)
+            i_state = ((i_hv * NC + i_c) * E + step % E) * K
+            tma_load(d_h, [i_state, 0], full.index(i % NS), h_s.index(i % NS))
+            tma_load(d_dh, [i_state, 0], full.index(i % NS), dh_s.index(i % NS))
+            i += 1
 
 
 @gluon.jit(do_not_specialize=["NC"])
@@ -105,12 +121,6 @@ def state_gradients_kernel(
     """Outputs as in backward.state_gradients_kernel, dtab in one part, ddec in two (halves of the value rows)."""
     NW: gl.constexpr = gl.num_warps()
     G: gl.constexpr = HV // H
-    i_c = gl.program_id(0)
-    i_h = gl.program_id(1)
-    row0 = gl.load(p_ch + i_c * 3 + 1)
-    rows = gl.load(p_ch + i_c * 3 + 2)
-    steps = gl.where(rows > 0, G * E, 0)  # nothing to do beyond the last chunk
-    hc0 = i_h * G * NC + i_c
     q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], d_q.layout)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], d_q.layout)
     do_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], d_q.layout)
@@ -128,14 +138,13 @@ def state_gradients_kernel(
     gl.warp_specialize(
         [
             (consumer, (0, operands, released, full, empty, do_s, q_s, h_s, dh_s, p_tab + E * C, p_dtab, p_ddec,
-                        p_dq + i_h * K,
-                        row0, rows, steps, hc0, NC, H, E, K, C, NS, NW)),
+                        p_dq, p_ch, NC, H, G, E, K, C, NS, NW)),
             (consumer, (1, operands, released, full, empty, dw_s, k_s, h_s, dh_s, p_tab, p_dtab + E * C,
-                        p_ddec + second, p_dkr + i_h * K, row0, rows, steps, hc0, NC, H, E, K, C, NS, NW)),
+                        p_ddec + second, p_dkr, p_ch, NC, H, G, E, K, C, NS, NW)),
             (consumer, (2, operands, released, full, empty, y_s, k_s, dh_s, h_s, p_tab + 2 * E * C, p_dtab + 2 * E * C,
-                        p_ddec, p_dkw + i_h * K, row0, rows, steps, hc0, NC, H, E, K, C, NS, NW)),
+                        p_ddec, p_dkw, p_ch, NC, H, G, E, K, C, NS, NW)),
             (producer, (operands, released, full, empty, q_s, k_s, do_s, y_s, dw_s, h_s, dh_s, d_q, d_k, d_do, d_y,
-                        d_dw, d_h, d_dh, row0, i_h, steps, hc0, NC, G, E, K, C, NS)),
+                        d_dw, d_h, d_dh, p_ch, NC, H, G, E, K, C, NS)),
         ],
         [4, 4, 1],
         [REGISTERS, REGISTERS, 24],

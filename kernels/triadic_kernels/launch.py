@@ -1,9 +1,80 @@
-"""Launch configurations of the plain Triton kernels: functions of the problem's head dims and dtype alone, so equal on
-every rank and for every length.
+"""How kernels are launched: `bound` makes the launchers, `launch` gives the configurations of the plain Triton kernels.
+
+Configurations are functions of the problem's head dims and dtype alone, so equal on every rank and for every length.
 """
 
-from functools import lru_cache
+import contextlib
+from functools import lru_cache, wraps
 from typing import NamedTuple
+
+import torch
+import triton
+from triton.runtime import driver
+
+from .dispatch import Problem
+
+
+class Launcher:
+    """A kernel with its constants on one device. The first launch goes through Triton's JIT, which takes 20 to 40 us to
+    find out which compiled kernel fits the arguments; the following ones start the kernel that it found.
+
+    So every launch must bring arguments of the same types, None in the same places and pointers aligned to 16 bytes
+    (`aligned`), while the device is the current one (`current`).
+    """
+
+    def __init__(self, kernel, device, constants: dict):
+        self.kernel, self.device, self.constants = kernel, device, constants
+        self.compiled, self.values, self.start = None, (), None
+
+    def __call__(self, grid: tuple[int, int, int], *arguments):
+        hooks = triton.knobs.runtime
+        if self.compiled is None:
+            self.first(grid, arguments)
+        elif hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
+            self.compiled[grid](*arguments, *self.values)
+        else:
+            run, function, metadata = self.start
+            stream = driver.active.get_current_stream(self.device.index)
+            run(*grid, stream, function, metadata, None, None, None, *arguments, *self.values)
+
+    def first(self, grid, arguments):
+        kernel = self.kernel[grid](*arguments, **self.constants)
+        if kernel is None:  # by Triton's interpreter
+            return
+        self.values = tuple(self.constants[name] for name in self.kernel.arg_names[len(arguments) :])
+        self.start = kernel.run, kernel.function, kernel.packed_metadata
+        self.compiled = kernel
+
+
+def bound(kernel):
+    """Decorates constants(p, *flags) -> keyword arguments of the kernel; called with (p, device, *flags) the result is
+    the Launcher, made once for each kind of problem, device and flags.
+    """
+
+    def decorate(constants):
+        @lru_cache(None)
+        def make(kind, device, *flags):
+            return Launcher(kernel, device, constants(Problem(0, 0, 0, 0.0, *kind), *flags))
+
+        @wraps(constants)
+        def launcher(p, device, *flags) -> Launcher:
+            return make(p.kind, device, *flags)
+
+        return launcher
+
+    return decorate
+
+
+def aligned(x):
+    """x, or where its first element is not at a multiple of 16 bytes, a copy."""
+    return x if x is None or x.data_ptr() % 16 == 0 else x.clone()
+
+
+def current(device):
+    """A context in which this is the current CUDA device, where Triton launches."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 class Launch(NamedTuple):

@@ -10,7 +10,7 @@ import re
 import torch
 from torch import Tensor
 
-from .dispatch import CHUNK, RECURRENT, load, problem, report, select
+from .dispatch import CHUNK, RECURRENT, directly, load, plain, problem, report, select
 from .packing import check_cu_seqlens, check_cu_seqlens_metadata
 from .reference import l2norm
 
@@ -84,7 +84,11 @@ def chunk_triadic(
         q, k = l2norm(q), l2norm(k)
     tensors = [None if x is None else x.contiguous() for x in (q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)]
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    outputs = _op("chunk_forward")(*tensors, scale, delta_rule, output_final_state, keep, backend, check)
+    arguments = (*tensors, scale, delta_rule, output_final_state, keep, backend, check)
+    if not plain(tensors):
+        outputs = _op("chunk_forward")(*arguments)
+    else:
+        outputs = ChunkTriadic.apply(*arguments) if keep else directly(_forward, *arguments)
     return outputs[0], outputs[1] if output_final_state else None
 
 
@@ -192,8 +196,7 @@ def _op(name: str):
     return getattr(getattr(torch.ops, NAMESPACE), name)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::chunk_forward", mutates_args=())
-def _chunk_forward(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -218,8 +221,7 @@ def _chunk_forward(
     return [o, *([ht] if output_final else []), *saved]
 
 
-@_chunk_forward.register_fake
-def _(q, k, v, q2, k2, g, beta, h0, cu_seqlens, scale, delta_rule, output_final, keep, backend, check):
+def _forward_like(q, k, v, q2, k2, g, beta, h0, cu_seqlens, scale, delta_rule, output_final, keep, backend, check):
     p = problem(q, k, v, q2, g, beta, h0, cu_seqlens, scale=scale, delta_rule=delta_rule, output_final=output_final)
     state = torch.float64 if q.dtype == torch.float64 else torch.float32
     ht = [q.new_empty((p.N, p.HV, p.E, p.K, p.V), dtype=state)] if output_final else []
@@ -227,8 +229,7 @@ def _(q, k, v, q2, k2, g, beta, h0, cu_seqlens, scale, delta_rule, output_final,
     return [torch.empty_like(v), *ht, *saved]
 
 
-@torch.library.custom_op(f"{NAMESPACE}::chunk_backward", mutates_args=())
-def _chunk_backward(
+def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -253,8 +254,7 @@ def _chunk_backward(
     return [x for x in gradients if x is not None]
 
 
-@_chunk_backward.register_fake
-def _(q, k, v, q2, k2, g, beta, h0, *_):
+def _backward_like(q, k, v, q2, k2, g, beta, h0, *_):
     return [torch.empty_like(x) for x in (q, k, v, q2, k2, g, beta, h0) if x is not None]
 
 
@@ -267,18 +267,38 @@ def _keep_for_backward(ctx, inputs, output):
     ctx.options = (scale, delta_rule, output_final, backend)
 
 
-def _backward(ctx, gradients):
+def _differentiate(ctx, gradients):
     kept = ctx.saved_tensors  # read once: non-reentrant activation checkpointing unpacks a tensor only once
     tensors, saved = kept[:9], list(kept[9:])
     do = torch.zeros_like(tensors[2]) if gradients[0] is None else gradients[0].contiguous()
     dht = gradients[1].contiguous() if ctx.options[2] and gradients[1] is not None else None
-    given = iter(_op("chunk_backward")(*tensors, saved, do, dht, *ctx.options))
+    direct = plain((do, dht, *kept)) and not torch.is_grad_enabled()
+    arguments = (*tensors, saved, do, dht, *ctx.options)
+    given = iter(directly(_backward, *arguments) if direct else _op("chunk_backward")(*arguments))
     return *(None if x is None else next(given) for x in tensors[:8]), *[None] * 7
+
+
+class ChunkTriadic(torch.autograd.Function):
+    """What autograd records when the op is called without torch.library: the same forward, the same backward."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        outputs = directly(_forward, *arguments)
+        _keep_for_backward(ctx, arguments, outputs)
+        return tuple(outputs[: 1 + arguments[11]])  # output_final
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return _differentiate(ctx, gradients)
 
 
 def _no_second_derivative(ctx, gradients):
     raise NotImplementedError("chunk_triadic has no second derivative; recurrent_triadic can be differentiated twice.")
 
 
-_chunk_forward.register_autograd(_backward, setup_context=_keep_for_backward)
+_chunk_forward = torch.library.custom_op(f"{NAMESPACE}::chunk_forward", _forward, mutates_args=())
+_chunk_forward.register_fake(_forward_like)
+_chunk_forward.register_autograd(_differentiate, setup_context=_keep_for_backward)
+_chunk_backward = torch.library.custom_op(f"{NAMESPACE}::chunk_backward", _backward, mutates_args=())
+_chunk_backward.register_fake(_backward_like)
 _chunk_backward.register_autograd(_no_second_derivative)

@@ -6,7 +6,7 @@ Legend: B batch, T time, H key heads, HV value heads, K and V key and value size
 import torch
 from torch import Tensor
 
-from .dispatch import RECURRENT, problem, select
+from .dispatch import RECURRENT, directly, plain, problem, select
 from .op import NAMESPACE, _check_arguments, _check_values, _full_precision, _op
 from .reference import l2norm
 
@@ -53,9 +53,10 @@ def recurrent_triadic(
     if not needs_grad:
         tensors = [None if x is None else x.contiguous() for x in (q, k, *tensors[2:])]
         options = (scale, delta_rule, output_final_state or inplace_state, backend, check)
+        name, function = ("recurrent_step_", _step_inplace) if inplace_state else ("recurrent_step", _step)
+        outputs = directly(function, *tensors, *options) if plain(tensors) else _op(name)(*tensors, *options)
         if inplace_state:
-            return _op("recurrent_step_")(*tensors, *options), initial_state
-        outputs = _op("recurrent_step")(*tensors, *options)
+            return outputs, initial_state
         return outputs[0], outputs[1] if output_final_state else None
     if not torch.compiler.is_compiling():
         _check_values(g, cu_seqlens, q.shape[1], check)
@@ -83,8 +84,7 @@ def _recurrent(q, k, v, q2, k2, g, beta, h0, cu_seqlens, scale, delta_rule, outp
         return select(backend, p, RECURRENT).recurrent(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, ht)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::recurrent_step", mutates_args=())
-def _recurrent_step(
+def _step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -107,16 +107,14 @@ def _recurrent_step(
     return [o, ht] if output_final else [o]
 
 
-@_recurrent_step.register_fake
-def _(q, k, v, q2, k2, g, beta, h0, cu_seqlens, scale, delta_rule, output_final, backend, check):
+def _step_like(q, k, v, q2, k2, g, beta, h0, cu_seqlens, scale, delta_rule, output_final, backend, check):
     B, N = q.shape[0], None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = (B if N is None else N, v.shape[2], 1 if q2 is None else q2.shape[-1], q.shape[-1], v.shape[-1])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return [torch.empty_like(v), *([q.new_empty(shape, dtype=dtype if h0 is None else h0.dtype)] * output_final)]
 
 
-@torch.library.custom_op(f"{NAMESPACE}::recurrent_step_", mutates_args=("state",))
-def _recurrent_step_inplace(
+def _step_inplace(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -138,6 +136,7 @@ def _recurrent_step_inplace(
     )[0]  # fmt: skip
 
 
-@_recurrent_step_inplace.register_fake
-def _(q, k, v, *_):
-    return torch.empty_like(v)
+_recurrent_step = torch.library.custom_op(f"{NAMESPACE}::recurrent_step", _step, mutates_args=())
+_recurrent_step.register_fake(_step_like)
+_recurrent_step_ = torch.library.custom_op(f"{NAMESPACE}::recurrent_step_", _step_inplace, mutates_args=("state",))
+_recurrent_step_.register_fake(lambda q, k, v, *_: torch.empty_like(v))

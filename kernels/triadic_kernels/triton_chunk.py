@@ -2,7 +2,7 @@
 
     1 gates -> 2 masks -> 3 forward | 4 reverse -> 5 state gradients -> 6 mask gradients
 
-`run_forward` and `run_backward` take kernels 3, 4 and 5 as functions, so that another back end can bring its own for
+`run_forward` and `run_backward` take kernels 2 to 6 as functions, so that another back end can bring its own for
 these and share the rest.
 """
 
@@ -15,7 +15,7 @@ from . import chunks
 from .backward import reverse_kernel, state_gradients_kernel
 from .chunks import CHUNK as C
 from .forward import forward_kernel
-from .launch import launch
+from .launch import aligned, bound, current, launch
 from .mask_gradients import mask_gradients_kernel
 from .masks import gates_kernel, masks_kernel
 
@@ -25,15 +25,17 @@ INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)  # Triton's int
 
 
 class Tables(NamedTuple):
-    """What kernels 1 and 2 leave; shapes in masks.py and chunks.py."""
+    """What kernels 1 and 2 leave; shapes in masks.py and chunks.py, those between order and tp flat. Kernels 3 to 5 do
+    without gc, q2t, k2t and bt.
+    """
 
     chunks: torch.Tensor
     sequences: torch.Tensor
     order: torch.Tensor
-    gc: torch.Tensor
-    q2t: torch.Tensor
-    k2t: torch.Tensor
-    bt: torch.Tensor
+    gc: torch.Tensor | None
+    q2t: torch.Tensor | None
+    k2t: torch.Tensor | None
+    bt: torch.Tensor | None
     tab: torch.Tensor
     dec: torch.Tensor
     tp: torch.Tensor
@@ -54,7 +56,8 @@ def unsupported(p) -> str | None:
 
 
 def padded(E: int) -> int:
-    return max(4, triton.next_power_of_2(E))
+    """E as a power of two, at least 4."""
+    return max(4, 1 << (E - 1).bit_length())
 
 
 def shapes(p):
@@ -62,62 +65,113 @@ def shapes(p):
     return dict(H=p.H, HV=p.HV, E=p.E, C=C)
 
 
-def tables_like(p, device) -> Tables:
-    """Uninitialised tables of the problem."""
-    NC, EP = chunks.count(p.B, p.T, p.N, p.varlen), padded(p.E)
+def count(p) -> int:
+    return chunks.count(p.B, p.T, p.N, p.varlen)
 
-    def empty(*shape, dtype=torch.float32):
-        return torch.empty(shape, dtype=dtype, device=device)
 
-    return Tables(
-        chunks=empty(NC, 3, dtype=torch.int32),
-        sequences=empty(p.N, 2, dtype=torch.int32),
-        order=empty(p.N, dtype=torch.int32),
-        gc=empty(p.HV, NC, EP, C),
-        q2t=empty(p.H, NC, EP, C),
-        k2t=empty(p.H, NC, EP, C),
-        bt=empty(p.HV, NC, C),
-        tab=empty(p.HV, NC, 3, p.E, C),
-        dec=empty(p.HV, NC, p.E),
-        tp=empty(p.HV, NC, 2, C, C, dtype=p.dtype),
-    )
+@bound(gates_kernel)
+def gates(p):
+    return dict(
+        EP=padded(p.E), HAS_Q2=p.has_q2, GATE=p.gate or "none", HAS_BETA=p.has_beta, DELTA=p.delta_rule,
+        **shapes(p), **launch(p).gates,
+    )  # fmt: skip
+
+
+@bound(masks_kernel)
+def masks(p):
+    return dict(EP=padded(p.E), K=p.K, DELTA=p.delta_rule, **shapes(p), **launch(p).masks)
+
+
+@bound(forward_kernel)
+def forward_recurrence(p, keep):
+    return dict(K=p.K, V=p.V, DELTA=p.delta_rule, KEEP=keep, **shapes(p), **launch(p).recurrence)
+
+
+@bound(reverse_kernel)
+def reverse_recurrence(p):
+    return dict(K=p.K, V=p.V, DELTA=p.delta_rule, **shapes(p), **launch(p).recurrence)
+
+
+@bound(state_gradients_kernel)
+def partial_gradients(p):
+    return dict(K=p.K, V=p.V, DELTA=p.delta_rule, **shapes(p), **launch(p).state_gradients)
+
+
+@bound(mask_gradients_kernel)
+def mask_gradients(p, key_blocks, decay_blocks):
+    return dict(
+        EP=padded(p.E), K=p.K, V=p.V, NKB=key_blocks, NDB=decay_blocks, DELTA=p.delta_rule, GATE=p.gate or "none",
+        **shapes(p), **launch(p).mask_gradients,
+    )  # fmt: skip
+
+
+def keeps_gates(p) -> bool:
+    """Whether gc, q2t, k2t and bt are kept for kernel 6. From 8 slices on they are made again there (0.05 ms for 4 x
+    8192 tokens of 16 heads, against 50 MiB): kernel 5, which comes before, is where memory peaks.
+    """
+    return p.E < 8
+
+
+def gate_sizes(p) -> tuple[int, int, int, int]:
+    """Elements of gc, q2t, k2t and bt, which lie one behind another in one buffer."""
+    values, keys, EP = p.HV * count(p), p.H * count(p), padded(p.E)
+    return values * EP * C, keys * EP * C, keys * EP * C, values * C
+
+
+def state_sizes(p) -> tuple[int, int]:
+    """Elements of tab and dec, the same."""
+    rows = p.HV * count(p) * p.E
+    return rows * 3 * C, rows
+
+
+def tables_like(p, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialised buffers of `gate_sizes` and of `state_sizes`."""
+    sizes = sum(gate_sizes(p)), sum(state_sizes(p))
+    return tuple(torch.empty(size, dtype=torch.float32, device=device) for size in sizes)
+
+
+def masks_like(p, device) -> torch.Tensor:
+    """Uninitialised tp."""
+    return torch.empty(p.HV, count(p), 2, C, C, dtype=p.dtype, device=device)
 
 
 def kept_like(p, device) -> tuple[torch.Tensor, torch.Tensor]:
     """Uninitialised y [B, T, HV, V], the tokens' residuals, and h [HV, NC, E, V, K], the state at the start of each
     chunk.
     """
-    NC = chunks.count(p.B, p.T, p.N, p.varlen)
     y = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=device)
-    return y, torch.empty(p.HV, NC, p.E, p.V, p.K, dtype=p.dtype, device=device)
+    return y, torch.empty(p.HV, count(p), p.E, p.V, p.K, dtype=p.dtype, device=device)
 
 
-def prepare(p, q, k, q2, k2, g, beta, cu_seqlens) -> Tables:
-    """Kernels 1 and 2."""
-    NC = chunks.count(p.B, p.T, p.N, p.varlen)
-    ch, sequences, order = chunks.tables(p.B, p.T, cu_seqlens, q.device)
-    t = tables_like(p, q.device)._replace(chunks=ch, sequences=sequences, order=order)
-    settings = launch(p)
-    gates_kernel[(NC, p.HV)](
-        q2, k2, g, beta, t.chunks, t.tab, t.dec, t.gc, t.q2t, t.k2t, t.bt, p.scale, NC,
-        EP=padded(p.E), HAS_Q2=p.has_q2, GATE=p.gate or "none", HAS_BETA=p.has_beta,
-        DELTA=p.delta_rule, **shapes(p), **settings.gates,
+def tables(p, of_chunks, of_gates, of_states, tp) -> Tables:
+    """Names for the parts of the buffers."""
+    gate_tables = (None,) * 4 if of_gates is None else of_gates.split_with_sizes(gate_sizes(p))
+    return Tables(*of_chunks, *gate_tables, *of_states.split_with_sizes(state_sizes(p)), tp)
+
+
+def fill_gates(p, q2, k2, g, beta, t):
+    """Kernel 1: fills the other tables."""
+    NC = count(p)
+    gates(p, t.tab.device)(
+        (NC, p.HV, 1), q2, k2, g, beta, t.chunks, t.tab, t.dec, t.gc, t.q2t, t.k2t, t.bt, p.scale, NC
     )  # fmt: skip
-    masks_kernel[(NC, p.H)](
-        q, k, t.gc, t.q2t, t.k2t, t.bt, t.chunks, t.tp, p.scale, NC,
-        EP=padded(p.E), K=p.K, DELTA=p.delta_rule, **shapes(p), **settings.masks,
-    )  # fmt: skip
-    return t
+
+
+def fill_masks(p, q, k, t):
+    """Kernel 2: fills t.tp."""
+    NC = count(p)
+    masks(p, q.device)((NC, p.H, 1), q, k, t.gc, t.q2t, t.k2t, t.bt, t.chunks, t.tp, p.scale, NC)
 
 
 def recur(p, q, k, v, t, state, o, y, h):
     """Kernel 3: fills o, and y and h where they are given; state [N, HV, E, K, V] goes from initial to final in
     place.
     """
-    NC, s = t.chunks.shape[0], launch(p)
-    forward_kernel[(p.N * p.HV * (p.V // s.recurrence["BV"]),)](
-        q, k, v, t.tp, t.tab, t.dec, t.chunks, t.sequences, t.order, state, o, y, h, NC,
-        K=p.K, V=p.V, DELTA=p.delta_rule, KEEP=h is not None, **shapes(p), **s.recurrence,
+    if y is not None and not p.delta_rule:
+        y.copy_(v)
+    forward_recurrence(p, q.device, h is not None)(
+        (p.N * p.HV * (p.V // launch(p).recurrence["BV"]), 1, 1),
+        q, k, v, t.tp, t.tab, t.dec, t.chunks, t.sequences, t.order, state, o, y, h, count(p),
     )  # fmt: skip
 
 
@@ -125,10 +179,9 @@ def reverse(p, q, k, do, t, dstate, dw, dh):
     """Kernel 4: fills dw and dh; dstate goes from the gradient of the final state to that of the initial one in
     place.
     """
-    NC, s = t.chunks.shape[0], launch(p)
-    reverse_kernel[(p.N * p.HV * (p.V // s.recurrence["BV"]),)](
-        q, k, do, t.tp, t.tab, t.dec, t.chunks, t.sequences, t.order, dstate, dw, dh, NC,
-        K=p.K, V=p.V, DELTA=p.delta_rule, **shapes(p), **s.recurrence,
+    reverse_recurrence(p, q.device)(
+        (p.N * p.HV * (p.V // launch(p).recurrence["BV"]), 1, 1),
+        q, k, do, t.tp, t.tab, t.dec, t.chunks, t.sequences, t.order, dstate, dw, dh, count(p),
     )  # fmt: skip
 
 
@@ -136,79 +189,104 @@ def state_gradients(p, q, k, do, y, dw, h, dh, t):
     """Kernel 5: partial (dq, dk read, dk write [B, T, H, K], row sums [NB, HV, NC, 3, E, C], <S, dS'> [NB, HV, NC,
     E]).
     """
-    NC, s = t.chunks.shape[0], launch(p)
-    NB = p.K // s.state_gradients["BK"]
+    NC, NB = count(p), p.K // launch(p).state_gradients["BK"]
     dq, dkr, dkw = torch.empty_like(q), torch.empty_like(k), torch.empty_like(k)
-    dtab, ddec = t.tab.new_empty(NB, *t.tab.shape), t.dec.new_empty(NB, *t.dec.shape)
-    state_gradients_kernel[(NC, p.H, NB)](
-        q, k, do, y, dw, h, dh, t.tab, t.chunks, dq, dkr, dkw, dtab, ddec, NC,
-        K=p.K, V=p.V, DELTA=p.delta_rule, **shapes(p), **s.state_gradients,
-    )  # fmt: skip
+    dtab, ddec = t.tab.new_empty(NB, t.tab.numel()), t.dec.new_empty(NB, t.dec.numel())
+    partial_gradients(p, q.device)((NC, p.H, NB), q, k, do, y, dw, h, dh, t.tab, t.chunks, dq, dkr, dkw, dtab, ddec, NC)
     return dq, dkr, dkw, dtab, ddec
 
 
-def finish(p, q, k, y, do, dw, g, t, parts):
-    """Kernel 6: (dq, dk, dq2, dk2, dg, dbeta), the last four float32, dg None without decay."""
-    NC, s = t.chunks.shape[0], launch(p)
+class Gradients(NamedTuple):
+    """What kernel 6 fills; the last four are float32, dg is None without decay."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dq2: torch.Tensor
+    dk2: torch.Tensor
+    dbeta: torch.Tensor
+    dg: torch.Tensor | None
+
+
+def gradients_like(p, q, k, g, t) -> Gradients:
+    """Uninitialised outputs of kernel 6."""
+    slices = p.B, p.T, p.H, p.E
+    return Gradients(
+        dq=torch.empty_like(q),
+        dk=torch.empty_like(k),
+        dq2=t.tab.new_empty(slices),
+        dk2=t.tab.new_empty(slices),
+        dbeta=t.tab.new_empty(p.B, p.T, p.HV),
+        dg=None if g is None else t.tab.new_empty(g.shape),
+    )
+
+
+def finish(p, q, k, y, do, dw, t, parts, out):
+    """Kernel 6: fills out, a Gradients."""
+    NC = count(p)
     dqs, dkr, dkw, dtab, ddec = parts
-    dq, dk = torch.empty_like(q), torch.empty_like(k)
-    dq2, dk2 = t.tab.new_empty(p.B, p.T, p.H, p.E), t.tab.new_empty(p.B, p.T, p.H, p.E)
-    dbeta = t.tab.new_empty(p.B, p.T, p.HV)
-    dg = None if g is None else t.tab.new_empty(g.shape)
-    mask_gradients_kernel[(NC, p.H)](
-        q, k, y, do, dw, t.q2t, t.k2t, t.bt, t.gc, dtab, ddec, t.chunks, dqs, dkr, dkw,
-        dq, dk, dq2, dk2, dbeta, dg, p.scale, NC,
-        EP=padded(p.E), K=p.K, V=p.V, NKB=dtab.shape[0], NDB=ddec.shape[0],
-        DELTA=p.delta_rule, GATE=p.gate or "none",
-        **shapes(p), **s.mask_gradients,
+    mask_gradients(p, q.device, dtab.shape[0], ddec.shape[0])(
+        (NC, p.H, 1), q, k, y, do, dw, t.q2t, t.k2t, t.bt, t.gc, dtab, ddec, t.chunks, dqs, dkr, dkw,
+        *out, p.scale, NC,
     )  # fmt: skip
-    return dq, dk, dq2, dk2, dg, dbeta
 
 
-def run_forward(recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
-    t = prepare(p, q, k, q2, k2, g, beta, cu_seqlens)
+def state_from(p, given, device):
+    """A state [N, HV, E, K, V] that a recurrence may change: a copy of the one given, or zeros."""
+    if given is not None:
+        return given.clone()
+    return torch.zeros(p.N, p.HV, p.E, p.K, p.V, dtype=torch.float32, device=device)
+
+
+def run_forward(fill_masks, recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
+    q, k, v, q2, k2, g, beta = map(aligned, (q, k, v, q2, k2, g, beta))
+    (of_gates, of_states), tp = tables_like(p, q.device), masks_like(p, q.device)
     y, h = kept_like(p, q.device) if keep else (None, None)
-    if not p.delta_rule and keep:
-        y = v.clone()
-    state = q.new_zeros(p.N, p.HV, p.E, p.K, p.V, dtype=torch.float32)
-    if h0 is not None:
-        state.copy_(h0)
-    o = torch.empty_like(v)
-    recur(p, q, k, v, t, state, o, y, h)
+    with current(q.device):
+        t = tables(p, chunks.tables(p.B, p.T, cu_seqlens, q.device), of_gates, of_states, tp)
+        fill_gates(p, q2, k2, g, beta, t)
+        fill_masks(p, q, k, t)
+        state = state_from(p, h0, q.device)
+        o = torch.empty_like(v)
+        recur(p, q, k, v, t, state, o, y, h)
     if not keep:
         return o, state if p.output_final else None, []
-    if not p.varlen:  # these chunk tables are cached: the caller owns what it gets
-        t = t._replace(chunks=t.chunks.clone(), sequences=t.sequences.clone(), order=t.order.clone())
-    return o, state if p.output_final else None, [*t, y, h]
+    packed = t[:3] if p.varlen else ()  # those of a batch are at hand in the backward
+    saved = [of_states, tp, y, h, *packed, *([of_gates] if keeps_gates(p) else ())]
+    return o, state if p.output_final else None, saved
 
 
-def run_backward(reverse, state_gradients, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht):
-    *t, y, h = saved
-    t, do = Tables(*t), do.contiguous()
-    dstate = q.new_zeros(p.N, p.HV, p.E, p.K, p.V, dtype=torch.float32)
-    if dht is not None:
-        dstate.copy_(dht)
-    dw, dh = torch.empty_like(v), torch.empty_like(h)
-    reverse(p, q, k, do, t, dstate, dw, dh)
-    dh0 = None if h0 is None else dstate
-    del dstate  # megabytes that the peak below need not carry
-    parts = state_gradients(p, q, k, do, y, dw, h, dh, t)
-    del h, dh
-    dq, dk, dq2, dk2, dg, dbeta = finish(p, q, k, y, do, dw, g, t, parts)
-
-    def like(x, dx):
-        return None if x is None else dx.to(x.dtype)
-
-    return dq, dk, dw, like(q2, dq2), like(k2, dk2), like(g, dg), like(beta, dbeta), dh0
+def run_backward(reverse, state_gradients, finish, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht):
+    q, k, do = map(aligned, (q, k, do))
+    of_states, tp, y, h, *rest = map(aligned, saved)
+    of_gates = rest.pop() if keeps_gates(p) else None
+    with current(q.device):
+        t = tables(p, rest or chunks.tables(p.B, p.T, None, q.device), of_gates, of_states, tp)
+        dstate = state_from(p, dht, q.device)
+        dw, dh = torch.empty_like(v), torch.empty_like(h)
+        reverse(p, q, k, do, t, dstate, dw, dh)
+        dh0 = None if h0 is None else dstate
+        del dstate  # megabytes that the peak below need not carry
+        parts = state_gradients(p, q, k, do, y, dw, h, dh, t)
+        del h, dh
+        if of_gates is None:
+            t = tables(p, t[:3], *tables_like(p, q.device), tp)
+            fill_gates(p, *map(aligned, (q2, k2, g, beta)), t)
+        out = gradients_like(p, q, k, g, t)
+        finish(p, q, k, y, do, dw, t, parts, out)
+    slices = (None if q2 is None else out.dq2), (None if k2 is None else out.dk2)
+    return out.dq, out.dk, dw, *slices, out.dg, (None if beta is None else out.dbeta), dh0
 
 
 def saved_like(p, q, cu_seqlens):
-    return [*tables_like(p, q.device), *kept_like(p, q.device)]
+    packed = chunks.tables_like(p.N, count(p), q.device) if p.varlen else ()
+    of_gates, of_states = tables_like(p, q.device)
+    kept = [of_states, masks_like(p, q.device), *kept_like(p, q.device), *packed]
+    return [*kept, of_gates] if keeps_gates(p) else kept
 
 
 def forward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
-    return run_forward(recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep)
+    return run_forward(fill_masks, recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep)
 
 
 def backward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht):
-    return run_backward(reverse, state_gradients, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht)
+    return run_backward(reverse, state_gradients, finish, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht)

@@ -46,6 +46,42 @@ def test_batch_tables_are_those_of_equal_documents(B, T):
     assert torch.equal(batch[2], packed[2])
 
 
+def test_layers_share_the_tables_of_their_documents(monkeypatch):
+    """One build for the same unchanged tensor; none shared by equal tensors, changed ones or other lengths, nor through
+    torch.library.
+    """
+    cu = torch.tensor([0, 70, 100])
+    assert chunks.tables(1, 100, cu, cu.device) is not chunks.tables(1, 100, cu, cu.device)
+    monkeypatch.setattr(dispatch.CALL, "direct", True)
+    first = chunks.tables(1, 100, cu, cu.device)
+    assert chunks.tables(1, 100, cu, cu.device) is first
+    cu[1] = 30
+    changed = chunks.tables(1, 100, cu, cu.device)
+    assert changed[0][:3].tolist() == [[0, 0, 30], [1, 30, 64], [1, 94, 6]]
+    assert first[0][:3].tolist() == [[0, 0, 64], [0, 64, 6], [1, 70, 30]], "what the first caller holds stays"
+    assert chunks.tables(1, 100, cu.clone(), cu.device) is not changed
+    longer = chunks.tables(1, 300, cu, cu.device)
+    assert longer[0].shape[0] == chunks.count(1, 300, 2, varlen=True)
+    with torch.inference_mode():
+        unversioned = torch.tensor([0, 70, 100])
+        chunks.tables(1, 100, unversioned, cu.device)
+        unversioned[1] = 30
+        assert torch.equal(chunks.tables(1, 100, unversioned, cu.device)[0], changed[0])
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_one_packed_batch_is_not_mistaken_for_another(kept, monkeypatch):
+    """Whether the other is still there, or gone and its address taken again."""
+    monkeypatch.setattr(dispatch.CALL, "direct", True)
+    others = []
+    for first in range(1, 50):
+        cu = torch.tensor([0, first, 100])
+        table, _, _ = chunks.tables(1, 100, cu, cu.device)
+        others += [cu] * kept
+        assert table[:, 2].sum() == 100
+        assert table[0].tolist() == [0, 0, first]
+
+
 @pytest.mark.parametrize(
     ("backend", "change", "reason"),
     [

@@ -30,13 +30,14 @@ DEFAULT = dict(
     h0=True,
     dht=True,
     decay="mixed",
+    shifted=False,  # every input 2 or 4 bytes off alignment
 )
 
 # Every value at least once and every feature beside a tail: what the interpreter manages in CI.
 SMALL = [
     dict(T=65, E=4, H=1, HV=2),
     dict(T=1, E=3, gate="head"),
-    dict(T=63, E=1, K=16, V=64),
+    dict(T=63, E=1, K=16, V=64, shifted=True),
     dict(B=2, T=66, E=1, q2=False, h0=False, dht=False, H=2, HV=2, K=16, V=16),
     dict(lens=[1, 70, 2, 0, 64], E=8, K=32, V=16),
     dict(lens=[67, 3], E=2, delta=False, H=1, HV=3),
@@ -62,6 +63,7 @@ LARGE = [
     *(dict(B=2, T=127, H=2, HV=4, K=128, V=128, E=E, gate="head") for E in (4, 8)),
     *(dict(lens=[100, 1, 2, 0, 63, 257], H=2, HV=4, K=128, V=128, E=E, decay="weak") for E in (1, 2, 4, 8, 16)),
     dict(T=1000, H=1, HV=1, K=128, V=128, E=8, decay="strong"),
+    dict(B=2, T=70, H=2, HV=2, K=128, V=128, E=2, shifted=True),
     dict(T=1, H=2, HV=2, K=128, V=128, E=8, h0=False, dht=False),
     dict(T=1000, H=1, HV=1, K=64, V=64, E=8, q2=True, beta=False, gate=None, decay="none"),
     dict(T=300, H=1, HV=1, K=256, V=256, E=4),
@@ -112,7 +114,10 @@ def make(c, dtype, device, seed=0):
     )
     x["g"] = None if x["g"] is None else x["g"].float()
     cu = torch.tensor([0, *lens]).cumsum(0).int().to(device) if lens else None
-    return {name: None if t is None else t.to(device) for name, t in x.items()}, cu
+    x = {name: None if t is None else t.to(device) for name, t in x.items()}
+    if c["shifted"]:
+        x = {n: None if t is None else t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t) for n, t in x.items()}
+    return x, cu
 
 
 def recurrence(x, scale, delta):
