@@ -56,6 +56,7 @@ def recurrent_triadic(
         name, function = ("recurrent_step_", _step_inplace) if inplace_state else ("recurrent_step", _step)
         outputs = directly(function, *tensors, *options) if plain(tensors) else _op(name)(*tensors, *options)
         if inplace_state:
+            torch.autograd.graph.increment_version(initial_state)  # autograd must notice what a kernel overwrote
             return outputs, initial_state
         return outputs[0], outputs[1] if output_final_state else None
     if not torch.compiler.is_compiling():

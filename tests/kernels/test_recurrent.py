@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from triadic_kernels import dispatch, explain, recurrent_triadic
+from triadic_kernels import chunk_triadic, dispatch, explain, recurrent_triadic
 
 PROGRAM = Path(__file__).with_name("decode_cases.py")
 OFFLINE = Path(__file__).parents[2] / "kernels" / "benchmarks" / "offline.py"
@@ -112,6 +112,29 @@ def test_state_in_place(packed, inputs):
     assert torch.equal(inplace, o)
     assert torch.equal(state, ht)
     assert not torch.equal(state, x["initial_state"])
+
+
+def test_autograd_notices_an_overwritten_state(inputs):
+    x = {name: y.detach() for name, y in inputs(T=1, states=1, dtype=torch.float32).items()}
+    weight = torch.ones((), requires_grad=True)
+    product = weight * x["initial_state"]
+    recurrent_triadic(**x, inplace_state=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_many_steps_equal_chunks(inputs):
+    """4,096 tokens, one at a time into the same float32 state."""
+    x = inputs(T=4096, H=1, HV=1, K=8, V=8, E=4, states=1, dtype=torch.float32, strongest=0.5)
+    x = {name: y.detach() for name, y in x.items()}
+    state = x.pop("initial_state")
+    expected, final = chunk_triadic(**x, initial_state=state, output_final_state=True)
+    steps = [
+        recurrent_triadic(**{n: y[:, t : t + 1] for n, y in x.items()}, initial_state=state, inplace_state=True)[0]
+        for t in range(4096)
+    ]
+    assert (state - final).norm() < 1e-5 * final.norm()
+    assert (torch.cat(steps, 1) - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_bfloat16_state(inputs, close, tolerance):
