@@ -5,9 +5,11 @@
 A step reads and writes every state once; tbps counts these bytes alone, of_copy divides by what a large copy on the
 device reaches in the same run. As in a model, every call of a CUDA graph has a state of its own and finds the L2 cache
 cold. host_ms is the time to issue one call without a graph. A peer that cannot run here leaves a row that says why.
+--tiles 8x4 16x8 tries those columns and warps of a program instead of the shipped table.
 """
 
 import argparse
+import itertools
 import json
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch.nn.functional as F
 from bench import header, host_ms
 
 ROTATE_BYTES = 1 << 30  # states of a graph, far beyond the L2 cache
+SHIPPED = {}  # the op's own choice of a tile
 
 
 def inputs(B, H, D, E, T):
@@ -80,15 +83,25 @@ def copy_tbps(repeats):
     return 2 * x.nbytes / ms / 1e9
 
 
-def measure(impl, mixer, B, E, state, a, copy):
+def choose(tile):
+    """Columns and warps "8x4", or "shipped", for every call from now on."""
+    from triadic_kernels import decode
+
+    SHIPPED.setdefault("tile", decode.tile)
+    decode.tile = SHIPPED["tile"] if tile == "shipped" else lambda *_: tuple(map(int, tile.split("x")))
+
+
+def measure(impl, mixer, B, E, state, tile, a, copy):
     """One row of the result file."""
-    row = dict(what="decode", impl=impl, mixer=mixer, H=a.H, K=a.D, V=a.D, E=E, B=B, T=a.T, state=state)
+    row = dict(what="decode", impl=impl, mixer=mixer, H=a.H, K=a.D, V=a.D, E=E, B=B, T=a.T, state=state, tile=tile)
     try:
         dtype = getattr(torch, state)
         first = torch.randn(B, a.H, E, a.D, a.D, device="cuda").to(dtype)
         count = max(2, min(64, ROTATE_BYTES // first.nbytes))
         states = [first, *(first.clone() for _ in range(count - 1))]
         x = inputs(B, a.H, a.D, E, a.T)
+        if tile is not None:
+            choose(tile)
         calls = [partial(IMPLEMENTATIONS[impl], x, s, mixer) for s in states]
         calls[0]()
         ms = graph_ms(calls, a.repeats)
@@ -109,6 +122,7 @@ def main():
     parser.add_argument("--state", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--mixer", nargs="+", default=["gdn"], choices=["gdn", "sgla"])
     parser.add_argument("--impl", nargs="+", default=["triadic", "fla"], choices=list(IMPLEMENTATIONS))
+    parser.add_argument("--tiles", nargs="+", default=["shipped"], help="COLUMNSxWARPS")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--commit", help="where the repository's history is not at hand")
     parser.add_argument("--out", help="result file; default results/decode_<gpu>_<date>.json beside this program")
@@ -119,14 +133,12 @@ def main():
     gpu = result["gpu"].replace("NVIDIA ", "").replace(" ", "-").lower()
     path = Path(a.out or Path(__file__).parent / "results" / f"decode_{gpu}_{result['date']}.json")
     path.parent.mkdir(exist_ok=True)
-    for B in a.B:
-        for impl in a.impl:
-            for mixer in a.mixer:
-                for E in a.E if impl == "triadic" else [1]:
-                    for state in a.state if impl == "triadic" else ["float32"]:
-                        result["rows"].append(measure(impl, mixer, B, E, state, a, copy))
-                        print(json.dumps(result["rows"][-1]), flush=True)
-                        path.write_text(json.dumps(result, indent=1) + "\n")
+    ours = itertools.product(["triadic"], a.mixer, a.B, a.E, a.state, a.tiles)
+    peers = itertools.product([impl for impl in a.impl if impl != "triadic"], ["gdn"], a.B, [1], ["float32"], [None])
+    for case in [*(ours if "triadic" in a.impl else ()), *peers]:
+        result["rows"].append(measure(*case, a, copy))
+        print(json.dumps(result["rows"][-1]), flush=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ to a power of two, BV value columns of a program; p_s state pointers, m_s mask. 
 program holds all E x K rows of its BV columns in registers, whatever the number of tokens.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -119,20 +121,20 @@ def unsupported(p) -> str | None:
     return None
 
 
-def settings(E: int, K: int, V: int, state_bytes: int) -> dict:
+@lru_cache(None)
+def tile(E: int, K: int, V: int, state_bytes: int) -> tuple[int, int]:
     """Columns and warps of a program: functions of the head dims and the state's dtype alone, so that a sequence's
     numbers never depend on the batch.
     """
-    EP = triton.next_power_of_2(E)
-    columns, warps = TILES[state_bytes][min(max(EP * K, 128), 8192)]
-    return dict(EP=EP, BV=min(columns, V), num_warps=max(1, warps * min(columns, V) // columns))
+    columns, warps = TILES[state_bytes][min(max(triton.next_power_of_2(E) * K, 128), 8192)]
+    return min(columns, V), max(1, warps * min(columns, V) // columns)
 
 
 @bound(recurrent_kernel)
-def step(p, one: bool, state_bytes: int, *same_types):
+def step(p, columns: int, warps: int, one: bool, *same_types):
     return dict(
-        H=p.H, HV=p.HV, E=p.E, K=p.K, V=p.V, ONE=one, HAS_Q2=p.has_q2, GATE=p.gate or "none",
-        HAS_BETA=p.has_beta, DELTA=p.delta_rule, **settings(p.E, p.K, p.V, state_bytes),
+        H=p.H, HV=p.HV, E=p.E, EP=triton.next_power_of_2(p.E), K=p.K, V=p.V, BV=columns, ONE=one, HAS_Q2=p.has_q2,
+        GATE=p.gate or "none", HAS_BETA=p.has_beta, DELTA=p.delta_rule, num_warps=warps,
     )  # fmt: skip
 
 
@@ -141,15 +143,13 @@ def recurrent(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, ht=None):
     if ht is not None and aligned(ht) is not ht:
         o, state = recurrent(p._replace(output_final=True), q, k, v, q2, k2, g, beta, h0, cu_seqlens)
         return o, ht.copy_(state)
-    o = torch.empty_like(v)
+    o, state = torch.empty_like(v), torch.float32 if h0 is None else h0.dtype
     if ht is None and p.output_final:
-        dtype = torch.float32 if h0 is None else h0.dtype
-        ht = q.new_empty((p.N, p.HV, p.E, p.K, p.V), dtype=dtype)
-    state = ht if h0 is None else h0
-    size = 4 if state is None else state.element_size()
-    launch = step(p, q.device, p.T == 1, size, ht is None, None if cu_seqlens is None else cu_seqlens.dtype)
+        ht = q.new_empty((p.N, p.HV, p.E, p.K, p.V), dtype=state)
+    columns, warps = tile(p.E, p.K, p.V, state.itemsize)
+    types = state, ht is None, None if cu_seqlens is None else cu_seqlens.dtype
+    launch = step(p, q.device, columns, warps, p.T == 1, *types)
     inputs = (aligned(x) for x in (q, k, v, q2, k2, g, beta, h0))
     with current(q.device):
-        grid = (p.N * p.HV * (p.V // launch.constants["BV"]), 1, 1)
-        launch(grid, *inputs, o, ht, aligned(cu_seqlens), p.scale, p.T)
+        launch((p.N * p.HV * (p.V // columns), 1, 1), *inputs, o, ht, aligned(cu_seqlens), p.scale, p.T)
     return o, ht

@@ -54,6 +54,9 @@ def check(c, dtype, state_dtype, device):
         state = h0.clone()
         inplace, same = recurrent_triadic(**call, initial_state=state, inplace_state=True)
         agree |= dict(inplace=torch.equal(inplace, o) and torch.equal(state, ht) and same is state)
+        odd = torch.empty(h0.numel() + 1, dtype=h0.dtype, device=device)[1:].view_as(h0).copy_(h0)
+        recurrent_triadic(**call, initial_state=odd, inplace_state=True)
+        agree |= dict(misaligned=torch.equal(odd, ht))
     leaves = {name: t.double() for name, t in x.items() if t is not None}
     want = dict(zip(("o", "ht"), outputs(c, leaves, cu, c["K"] ** -0.5), strict=True))
     errors = {name: relative(y, want[name]) for name, y in (("o", o), ("ht", ht))}
