@@ -1,4 +1,4 @@
-"""The public operations: checked arguments, then one torch.library op forward and one backward.
+"""The public operations but for `recurrent.py`: checked arguments, then one torch.library op forward and one backward.
 
 Legend: B batch, T time, H key heads, HV value heads (value head h uses key head h // (HV / H)), K and V key and value
 sizes, E second-key size, N sequences (B, or the number of packed documents).
@@ -10,7 +10,7 @@ import re
 import torch
 from torch import Tensor
 
-from .dispatch import RECURRENT, directly, load, plain, problem, report, select
+from .dispatch import CHUNK, RECURRENT, directly, load, plain, problem, report, select
 from .packing import check_cu_seqlens, check_cu_seqlens_metadata
 from .reference import l2norm
 
@@ -92,43 +92,6 @@ def chunk_triadic(
     return outputs[0], outputs[1] if output_final_state else None
 
 
-def recurrent_triadic(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    q2: Tensor | None = None,
-    k2: Tensor | None = None,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    delta_rule: bool = True,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    backend: str = "auto",
-    check: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Triadic linear attention, token by token: for decoding. Arguments, results and errors of `chunk_triadic`.
-
-    Back ends are those of `dispatch.RECURRENT`; differentiable any number of times. Values are not checked while
-    torch.compile traces. The torch back end reads cu_seqlens on the host.
-    """
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)
-    if not torch.compiler.is_compiling():
-        _check_values(g, cu_seqlens, q.shape[1], check)
-    if use_qk_l2norm_in_kernel:
-        q, k = l2norm(q), l2norm(k)
-    p = problem(
-        q, k, v, q2, g, beta, initial_state, cu_seqlens,
-        scale=scale, delta_rule=delta_rule, output_final=output_final_state,
-    )  # fmt: skip
-    with _full_precision(q.device.type):
-        return select(backend, p, RECURRENT).recurrent(p, q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)
-
-
 def explain(
     q: Tensor,
     k: Tensor,
@@ -146,24 +109,31 @@ def explain(
     use_qk_l2norm_in_kernel: bool = False,
     backend: str = "auto",
     check: bool = False,
+    recurrent: bool = False,
 ) -> str:
     """Which back end `chunk_triadic` with backend="auto" would run, and why not the others: a line for each.
+
+    recurrent: say it of `recurrent_triadic`.
 
     Raises:
         ValueError: wrong shapes, dtypes or devices.
     """
-    _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)
+    half = (torch.bfloat16,) if recurrent else ()
+    _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens, state_dtypes=half)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return report(
-        problem(
-            q, k, v, q2, g, beta, initial_state, cu_seqlens,
-            scale=scale, delta_rule=delta_rule, output_final=output_final_state,
-        )
+    tensors = (q, k, v, q2, k2, g, beta, initial_state)
+    p = problem(
+        q, k, v, q2, g, beta, initial_state, cu_seqlens,
+        scale=scale, delta_rule=delta_rule, output_final=output_final_state,
+        needs_grad=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors),
     )  # fmt: skip
+    return report(p, RECURRENT if recurrent else CHUNK)
 
 
-def _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens) -> None:
-    """Raise ValueError for shapes, dtypes or devices that do not fit together; reads no values."""
+def _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens, state_dtypes=()) -> None:
+    """Raise ValueError for shapes, dtypes or devices that do not fit together; reads no values. `state_dtypes` are
+    further dtypes of the initial state beside float32 (of any q but float64).
+    """
     if q.ndim != 4 or v.ndim != 4:
         raise ValueError(f"q has shape {list(q.shape)} and v {list(v.shape)}; pass [B, T, H, K] and [B, T, HV, V].")
     B, T, H, K = q.shape
@@ -199,7 +169,7 @@ def _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens) -> Non
             continue
         if x.shape != shape:
             raise ValueError(f"{name} has shape {list(x.shape)}; pass {letters}, here {list(shape)}.")
-        if x.dtype != dtype:
+        if x.dtype != dtype and not (name == "initial_state" and x.dtype in state_dtypes and dtype == torch.float32):
             raise ValueError(f"{name} has dtype {x.dtype}; pass {dtype}, as q is {q.dtype}.")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, but q is on {q.device}; move it there.")

@@ -18,6 +18,7 @@ CHOICES = {
     "second_key_activation": ("softplus", "sigmoid", "silu", "none"),
     "output_gate_activation": ("sigmoid", "silu", "none"),
     "position_embedding": ("rope", "none"),
+    "linear_state_dtype": ("float32", "bfloat16"),
     "hidden_act": ("silu", "gelu", "relu"),
 }
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
@@ -91,6 +92,8 @@ class TriadicConfig(PreTrainedConfig):
         decay_gate: one forget gate per "slice" of a head, one per "head", or "none".
         write_gate: whether a token's write is scaled by beta = sigmoid(.) in (0, 1).
         allow_neg_eigval: beta in (0, 2).
+        linear_state_dtype: "float32" | "bfloat16", what a cache keeps states in; bfloat16 halves the memory, and the
+            state is rounded at every step.
         output_gate_activation, output_gate_rank: gate on the read-out; null rank means a full projection.
 
     Raises:
@@ -146,6 +149,7 @@ class TriadicConfig(PreTrainedConfig):
     allow_neg_eigval: bool = False
     output_gate_activation: str = "sigmoid"
     output_gate_rank: int | None = 128
+    linear_state_dtype: str = "float32"
 
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2

@@ -110,7 +110,10 @@ class TriadicModel(TriadicPreTrainedModel):
     def _choose_cache(self, cache, use_cache, layout):
         replays = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         if layout.packed and (cache is not None or use_cache):
-            raise ValueError("packed documents cannot fill a cache: pass one document per row, or use_cache=False.")
+            if "full_attention" in self.config.layer_types:
+                raise ValueError("packed documents cannot fill the cache of softmax layers: pass one document per row.")
+            if cache is not None and cache.get_seq_length() > 0:
+                raise ValueError("packed documents cannot continue those of a filled cache: give an empty one.")
         if replays and (cache is not None or use_cache):
             raise ValueError("gradient checkpointing would write the cache twice: turn one of them off.")
         if use_cache is None:
@@ -167,7 +170,8 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
             position_ids: [B, T]; where they do not go up by one, a packed document begins.
             cu_seq_lens_q: [N + 1] int32, bounds of the documents packed in the one row (B = 1); max_length_q: the
                 longest of them, an int (softmax layers on a GPU read it from the bounds if it is not given).
-            past_key_values, cache: a transformers Cache, under either of its names.
+            past_key_values, cache: a transformers Cache, under either of its names. Packed documents fill an empty one
+                with a row each (linear attention alone): prompts of any lengths, read without padding.
             labels: [B, T], shifted here; or, by keyword, shift_labels [B, T], already shifted. -100 is ignored.
                 (shift_labels stays out of the signature: transformers' Trainer takes every argument named like a label
                 for one that each evaluation batch must hold.)
@@ -175,7 +179,7 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
             logits_to_keep: only the last n positions' logits, or those at the given indices.
 
         Raises:
-            ValueError: packing together with padding, a cache, or several rows (cu_seq_lens_q).
+            ValueError: packing together with padding, several rows (cu_seq_lens_q), or a cache that cannot hold it.
         """
         shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
@@ -225,6 +229,27 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
 
     def set_output_embeddings(self, new_embeddings):
         self.lm_head = LanguageModelHead.like(new_embeddings)
+
+    @staticmethod
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, is_first_iteration=False, **kwargs):
+        """What generate() gives a forward with a static cache: prompts their 2-D mask, since recurrent layers skip
+        padding; later single tokens, never padding, what the softmax layers need, so that nothing depends on values.
+        """
+        if is_first_iteration or inputs_embeds.shape[1] > 1:
+            return attention_mask
+        if "full_attention" not in config.layer_types:
+            return None
+        cache = {CACHE_NAME: kwargs[CACHE_NAME]}
+        mask = create_causal_mask(config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, **cache)
+        return {"full_attention": mask}
+
+    def _prefill(self, input_ids, generation_config, *args, **kwargs):
+        """Prompts are never compiled, in chunks neither: every length would be, and padding is read on the host."""
+        disabled, generation_config.disable_compile = generation_config.disable_compile, True
+        try:
+            return super()._prefill(input_ids, generation_config, *args, **kwargs)
+        finally:
+            generation_config.disable_compile = disabled
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
