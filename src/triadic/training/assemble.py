@@ -207,6 +207,10 @@ def micro_batches(run: Run) -> Iterator[dict]:
         yield from reader
     except ValueError as error:  # from a worker it comes with the worker's traceback around it
         raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from error
+    except (ConnectionError, EOFError, FileNotFoundError) as error:  # its socket went while a batch was handed over
+        if not workers:
+            raise
+        raise RuntimeError(f"DataLoader worker died while it handed over a batch: {type(error).__name__}") from error
     finally:
         if workers:
             reader._shutdown_workers()  # now: a traceback can hold the reader long after
