@@ -42,8 +42,8 @@ def recurrent_triadic(
     With the torch back end, which alone runs where gradients are wanted, it is differentiable any number of times;
     that one reads cu_seqlens on the host.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens, state_dtypes=(torch.bfloat16,))
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     tensors = (q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if inplace_state:

@@ -25,7 +25,7 @@ MODEL_FILES = (
     "cache",
     "losses",
 )
-KERNEL_FILES = ("op", "recurrent", "dispatch", "reference", "packing", "conv")
+KERNEL_FILES = ("op", "recurrent", "segments", "dispatch", "reference", "packing", "conv")
 AUTO_MAP = {
     "AutoConfig": "configuration_triadic.TriadicConfig",
     "AutoModel": "modeling_triadic.TriadicModel",
