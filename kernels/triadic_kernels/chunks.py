@@ -9,7 +9,6 @@ R // C + N for R packed rows.
 """
 
 import weakref
-from functools import lru_cache
 
 import torch
 
@@ -17,7 +16,10 @@ from .dispatch import CALL
 
 CHUNK = 64
 
-_latest = {}  # (device, stream) -> (weak reference to cu_seqlens, its version, T, tables) of the last call there
+_latest = {}  # (device, stream) -> (weak reference to cu_seqlens, its address and version, T, tables), the last there
+_batches = {}  # (B, T, device) -> tables of the last MANY batch shapes
+_captured = {}  # the same of those that a CUDA graph reads, which must outlive it
+MANY = 128
 
 
 def count(B: int, T: int, N: int, varlen: bool) -> int:
@@ -36,17 +38,24 @@ def tables(B: int, T: int, cu_seqlens, device):
     if not _remembered(cu_seqlens):
         return _build(cu_seqlens.long(), count(B, T, cu_seqlens.numel() - 1, True))
     place = device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-    reference, version, length, made = _latest.get(place, (lambda: None, None, None, None))
-    if reference() is not cu_seqlens or version != cu_seqlens._version or length != T:
+    state = cu_seqlens.data_ptr(), cu_seqlens._version, T
+    reference, known, made = _latest.get(place, (lambda: None, None, None))
+    if reference() is not cu_seqlens or known != state:
         made = _build(cu_seqlens.long(), count(B, T, cu_seqlens.numel() - 1, True))
-        _latest[place] = weakref.ref(cu_seqlens), cu_seqlens._version, T, made
+        _latest[place] = weakref.ref(cu_seqlens), state, made
     return made
 
 
 def _remembered(cu_seqlens) -> bool:
-    """Not inference tensors, which count no versions, nor inside a CUDA graph, whose replays must build the tables."""
-    capturing = cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()
-    return CALL.direct and not cu_seqlens.is_inference() and not capturing
+    """Not inference tensors, which count no versions (nor in inference mode, whose tables autograd would not take), nor
+    inside a CUDA graph, whose replays must build the tables.
+    """
+    inference = cu_seqlens.is_inference() or torch.is_inference_mode_enabled()
+    return CALL.direct and not inference and not _capturing(cu_seqlens.device)
+
+
+def _capturing(device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def tables_like(N: int, NC: int, device):
@@ -54,9 +63,21 @@ def tables_like(N: int, NC: int, device):
     return tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in ((NC, 3), (N, 2), (N,)))
 
 
-@lru_cache(maxsize=128)
 def _equal(B, T, device):
-    return _build(torch.arange(B + 1, device=device) * T, count(B, T, B, False))
+    """Tables of a batch, built once. A CUDA graph keeps those it found for good, and what it builds itself, which only
+    a replay fills, is its own.
+    """
+    key, capturing = (B, T, device), _capturing(device)
+    made = _captured.get(key) or _batches.get(key)
+    if made is None:
+        made = _build(torch.arange(B + 1, device=device) * T, count(B, T, B, False))
+        if not capturing:
+            if len(_batches) == MANY:
+                _batches.pop(next(iter(_batches)), None)
+            _batches[key] = made
+    elif capturing:
+        _captured[key] = made
+    return made
 
 
 def _build(cu, NC):

@@ -22,6 +22,7 @@ import warnings
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 # name that the caller writes -> module beside this file, best first
 CHUNK = {"gluon_hopper": "gluon_hopper", "triton": "triton_chunk", "torch": "reference"}
@@ -147,7 +148,9 @@ def run(name: str, p: Problem, method: str, *arguments):
     except Exception as error:
         if name != "auto" or not any(c.__module__.split(".")[0] == "triton" for c in type(error).__mro__):
             raise
-        row = next(row for row, file in CHUNK.items() if _loaded.get(file) is module)
+        row = next((row for row, file in CHUNK.items() if _loaded.get(file) is module), None)
+        if row is None:  # another thread has met it first
+            return run(name, p, method, *arguments)
         lines = str(error).strip().splitlines()
         _loaded[CHUNK[row]] = f"does not compile here ({lines[-1] if lines else type(error).__name__})"
         other = select(name, p)
@@ -190,6 +193,13 @@ def plain(tensors) -> bool:
         and not torch._C._are_functorch_transforms_active()
         and PLAIN.issuperset(map(type, tensors))
         and not tensors[0].is_meta
+    )
+
+
+def has_tangent(tensors) -> bool:
+    """Whether forward-mode autograd follows one of them, which kernels and torch.library would ignore in silence."""
+    return forward_ad._current_level >= 0 and any(
+        x is not None and x.is_floating_point() and forward_ad.unpack_dual(x).tangent is not None for x in tensors
     )
 
 

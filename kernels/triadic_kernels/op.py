@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .dispatch import CHUNK, RECURRENT, directly, load, plain, problem, report, run, select
+from .dispatch import CHUNK, RECURRENT, directly, has_tangent, load, plain, problem, report, run, select
 from .packing import check_cu_seqlens, check_cu_seqlens_metadata
 from .reference import l2norm
 from .segments import check_segment_size, in_segments
@@ -66,7 +66,8 @@ def chunk_triadic(
             a sequence can be chained.
         output_final_state: also return the state after the last token of every sequence.
         cu_seqlens: [N + 1] int32 or int64 boundaries of documents packed along T (B must be 1); documents may be empty
-            and never influence one another.
+            and never influence one another. What a GPU makes of them is kept while the tensor is unchanged, which
+            writes through .data, and replays of a CUDA graph into it, hide.
         use_qk_l2norm_in_kernel: first scale q and k to unit length, x / sqrt(sum x^2 + 1e-6).
         segment_size: tokens (best a multiple of 64) after which the backward starts anew: it computes the states inside
             a segment again instead of keeping those of the whole sequence, the largest part of the memory it needs, for
@@ -83,16 +84,24 @@ def chunk_triadic(
 
     Raises:
         ValueError: wrong shapes, dtypes, devices or values, or a back end that cannot run.
+        NotImplementedError: forward-mode or second derivatives, which `recurrent_triadic` has.
     """
     _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)
+    if has_tangent((q, k, v, q2, k2, g, beta, initial_state)):
+        raise NotImplementedError("chunk_triadic has no forward-mode derivative; recurrent_triadic has one.")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if segment_size is not None:
         check_segment_size(segment_size)
         if segment_size < q.shape[1] and _needs_grad(q, k, v, q2, k2, g, beta, initial_state):
-            _check_values(g, cu_seqlens, q.shape[1], check)
-            options = dict(delta_rule=delta_rule, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+            if plain((q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)):
+                _check_values(g, cu_seqlens, q.shape[1], check)
+                check = False
+            options = dict(
+                delta_rule=delta_rule, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                backend=backend, check=check,
+            )  # fmt: skip
             return in_segments(
-                partial(chunk_triadic, **options, backend=backend), segment_size,
+                partial(chunk_triadic, **options), segment_size,
                 dict(q=q, k=k, v=v, q2=q2, k2=k2, g=g, beta=beta), initial_state, cu_seqlens, output_final_state,
             )  # fmt: skip
     if use_qk_l2norm_in_kernel:

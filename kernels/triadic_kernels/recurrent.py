@@ -6,7 +6,7 @@ Legend: B batch, T time, H key heads, HV value heads, K and V key and value size
 import torch
 from torch import Tensor
 
-from .dispatch import RECURRENT, directly, plain, problem, select
+from .dispatch import RECURRENT, directly, has_tangent, plain, problem, select
 from .op import NAMESPACE, _check_arguments, _check_values, _full_precision, _op
 from .reference import l2norm
 
@@ -39,13 +39,14 @@ def recurrent_triadic(
             for a cache at a fixed address. Not where gradients are wanted.
         backend: "auto" takes the first able one of `dispatch.RECURRENT`; a named one runs or raises.
 
-    With the torch back end, which alone runs where gradients are wanted, it is differentiable any number of times;
-    that one reads cu_seqlens on the host.
+    With the torch back end, which alone runs where gradients are wanted, it is differentiable any number of times,
+    in forward mode too; that one reads cu_seqlens on the host.
     """
     _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens, state_dtypes=(torch.bfloat16,))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     tensors = (q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    needs_grad = needs_grad or has_tangent(tensors)
     if inplace_state:
         _check_inplace(initial_state, needs_grad)
     if use_qk_l2norm_in_kernel:

@@ -24,7 +24,7 @@ def in_segments(op, size: int, tensors: dict, initial_state, cu_seqlens, output_
     for i, start in enumerate(range(0, tokens, size)):
         last = start + size >= tokens
         inputs = {name: None if x is None else x[i] for name, x in split.items()}
-        cu = None if cu_seqlens is None else (cu_seqlens - start).clamp(0, min(size, tokens - start))
+        cu = None if cu_seqlens is None else (cu_seqlens - start).clamp(0, None if last else size)
         run = partial(op, cu_seqlens=cu, output_final_state=output_final_state or not last)
         if last:
             o, state = run(**inputs, initial_state=state)

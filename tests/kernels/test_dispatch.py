@@ -90,6 +90,19 @@ def test_what_does_not_compile_raises(name, other, table, inputs):
             chunk_triadic(**inputs(), backend=name)
 
 
+def test_another_thread_may_have_met_it_first(table, inputs):
+    kept = object()
+
+    def forward(*_):
+        dispatch._loaded["fake_a"] = "does not compile here (name is gone)"
+        raise CompilationError("name is gone")
+
+    a = types.SimpleNamespace(unsupported=lambda p: None, forward=forward, saved_like=kept)
+    table(a=a, b=types.SimpleNamespace(**vars(fake(None, 1.0)), saved_like=kept))
+    with torch.no_grad():
+        assert (chunk_triadic(**inputs())[0] == 1.0).all()
+
+
 def test_other_errors_of_a_back_end_are_raised(table, inputs):
     def forward(*_):
         raise RuntimeError("out of memory")

@@ -130,6 +130,17 @@ def test_autocast_changes_no_gradient(inputs, gradients):
     assert all(torch.equal(results[name], expected[name]) for name in expected)
 
 
+def test_forward_mode(inputs, close, tolerance):
+    """The recurrence follows it; the chunks, whose op would drop the tangent in silence, refuse it."""
+    x = {name: None if y is None else y.detach() for name, y in inputs(T=5).items()}
+    k, direction = x.pop("k"), torch.randn_like(x["q"])
+    found = torch.func.jvp(lambda k: recurrent_triadic(k=k, **x)[0], (k,), (direction,))[1]
+    after, before = (recurrent_triadic(k=k + step * direction, **x)[0] for step in (1e-6, -1e-6))
+    close({"o": found}, {"o": (after - before) / 2e-6}, 1e-7)
+    with pytest.raises(NotImplementedError, match="chunk_triadic has no forward-mode derivative"):
+        torch.func.jvp(lambda k: chunk_triadic(k=k, **x)[0], (k,), (direction,))
+
+
 @OPS
 def test_layouts_do_not_matter(op, inputs, gradients, close, tolerance):
     """Transposed, sliced and expanded inputs and output gradients."""

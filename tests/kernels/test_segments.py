@@ -60,3 +60,18 @@ def test_bad_size(size, inputs):
         ValueError, match=r"segment_size is .*; pass a number of tokens >= 1, best a multiple of 64, or None"
     ):
         chunk_triadic(**inputs(), segment_size=size)
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 40, 40, 130]])
+def test_compiled(bounds, inputs, gradients, close, tolerance):
+    x, cu_seqlens = inputs(T=130, states=3 if bounds else 1), None if bounds is None else torch.tensor(bounds)
+    compiled = torch.compile(chunk_triadic, backend="aot_eager", fullgraph=True)
+    found = gradients(compiled, x, cu_seqlens=cu_seqlens, segment_size=64)
+    close(found, gradients(recurrent_triadic, x, cu_seqlens=cu_seqlens), tolerance[torch.float64])
+
+
+@pytest.mark.parametrize("end", [129, 131])
+def test_compiled_it_refuses_bad_boundaries(end, inputs):
+    compiled = torch.compile(chunk_triadic, backend="aot_eager", fullgraph=True)
+    with pytest.raises(ValueError, match="cu_seqlens ends at"):
+        compiled(**inputs(T=130, states=2), cu_seqlens=torch.tensor([0, 40, end]), segment_size=64)
