@@ -47,6 +47,8 @@ def causal_conv1d(
     if cu_seqlens is None:
         stream = torch.cat([past, x], 1)
         y, final = _Taps.apply(stream, weight), stream[:, T:]
+        if output_final_state and T > W:  # a view of the whole stream would keep it
+            final = final.clone()
     else:
         # Each document behind its own past; what would be the outputs at the places of pasts is never picked.
         bounds, tail = cu_seqlens.long(), torch.arange(W - 1, device=x.device)

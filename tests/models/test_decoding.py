@@ -280,9 +280,46 @@ def test_refusals(make_model, tokens):
     with pytest.raises(ValueError, match="attention_mask has 4 columns for 6 tokens"):
         model(ids, attention_mask=torch.ones(1, 4))
     foreign = DynamicCache()
-    foreign.update(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), 0)
+    for layer in range(len(model.model.layers)):
+        foreign.update(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), layer)
     with pytest.raises(ValueError, match="layer 0 of the cache holds another model's DynamicLayer"):
         model(ids, past_key_values=foreign)
+    with pytest.raises(ValueError, match="attention_mask has 4 dimensions, but linear"):
+        model(ids, attention_mask=torch.ones(1, 1, 6, 6).tril().bool())
+    with pytest.raises(ValueError, match="a recurrent state cannot forget its last tokens"):
+        run(model, ids)[1].crop(-2)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_wrong_caches(make_model, tokens, static):
+    def filled(*kind, **changes):
+        model = make_model(*kind, **changes)
+        cache = StaticCache(model.config, max_cache_len=20) if static else DynamicCache(config=model.config)
+        return run(model, tokens(2, 4), cache)[1]
+
+    gdn, softmax, ids = make_model("gdn"), make_model("transformer"), tokens(2, 1)
+    one, more = (dict(layer_types=["linear_attention"] * n) for n in (1, 5))
+    count = gdn.config.num_hidden_layers
+    for model, cache, message in (
+        (gdn, filled("gdn", **more), f"the cache has 5 layers, but the model has {count}"),
+        (gdn, filled("gdn", **one), f"the cache has 1 layers, but the model has {count}"),
+        (gdn, filled("gdn", linear_conv_kernel_dim=0), "layer 0 of the cache holds"),
+        (gdn, filled("gdn", second_key_dim=4), "layer 0 of the cache holds"),
+        (softmax, filled("gdn"), "layer 0 of the cache holds another model's"),
+        (softmax, filled("transformer", head_dim=6), "layer 0 of the cache holds"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(model, ids, cache)
+    for length in (1, 12):
+        with pytest.raises(ValueError, match="the cache holds 2 rows, but the batch has 3"):
+            run(gdn, tokens(3, length), filled("gdn"))
+
+
+def test_a_static_cache_where_gradients_are_on(model, tokens, close):
+    ids = tokens(2, LENGTH)
+    cache = StaticCache(model.config, max_cache_len=LENGTH)
+    logits = [model(piece, past_key_values=cache, use_cache=True).logits for piece in ids.split([4, 1, 6], dim=1)]
+    close(torch.cat(logits, dim=1), run(model, ids)[0].logits)
 
 
 def test_embeddings_instead_of_ids(make_model, tokens):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import StaticCache
 
 from triadic.models.cache import CACHE_NAME
 
@@ -120,12 +121,14 @@ def test_a_packed_batch_asks_for_no_cache(kind, make_model, tokens):
         assert outputs.get("past_key_values") is None
 
 
+@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("way", ["cu_seqlens", "position_ids"])
-def test_packed_prompts_fill_a_cache(make_model, tokens, close, way):
+def test_packed_prompts_fill_a_cache(make_model, tokens, close, way, static):
     """A row a prompt, which then goes on as each alone would."""
     model, ids, more = make_model("gdn"), tokens(1, 24), tokens(len(LENGTHS), 2, seed=5)
+    cache = StaticCache(model.config, max_cache_len=30) if static else None
     with torch.no_grad():
-        cache = model(ids, use_cache=True, **WAYS[way])[CACHE_NAME]
+        cache = model(ids, use_cache=True, **WAYS[way], **{CACHE_NAME: cache})[CACHE_NAME]
         follow = model(more, use_cache=True, **{CACHE_NAME: cache}).logits
         for row, prompt in enumerate(ids.split(LENGTHS, dim=1)):
             whole = model(torch.cat([prompt, more[row : row + 1]], dim=1)).logits
@@ -141,6 +144,8 @@ def test_refused_caches_of_packed_prompts(make_model, tokens):
         cache = model(ids, use_cache=True)[CACHE_NAME]
     with pytest.raises(ValueError, match="packed documents cannot continue those of a filled cache"):
         model(ids, use_cache=True, cu_seq_lens_q=BOUNDS, **{CACHE_NAME: cache})
+    with pytest.raises(ValueError, match="packed documents cannot continue those of a filled cache"):
+        model(ids, use_cache=True, position_ids=POSITIONS, **{CACHE_NAME: cache})
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import DynamicCache, StaticCache
 
 from triadic.models.cache import CACHE_NAME, new_cache
@@ -78,5 +79,83 @@ def test_refusals(make_model, make_config, tokens, tmp_path):
     save_cache(cache, path)
     with pytest.raises(ValueError, match=r"holds a cache of layers .*, but the model has .*full_attention"):
         load_cache(path, make_config("hybrid"))
-    with pytest.raises(ValueError, match=r"holds states \[2, 3, 8, 12\], but the model's are \[2, 4, 8, 12\]"):
+    with pytest.raises(ValueError, match=r"holds \[2, 3, 8, 12, 3\], but the model's are \[2, 4, 8, 12, 3\]"):
         load_cache(path, make_config("gdn", second_key_dim=4))
+    with pytest.raises(ValueError, match=r"holds \[2, 3, 8, 12, 3\], but the model's are \[2, 3, 8, 12, 0\]"):
+        load_cache(path, make_config("gdn", linear_conv_kernel_dim=0))
+    for rows in ([True, False], [0.5], [[0]]):
+        with pytest.raises(ValueError, match=r"rows is .*; give a sequence of integers"):
+            select_rows(cache, rows)
+    with pytest.raises(ValueError, match="but must be a transformers Cache"):
+        copy_cache(None)
+
+
+def test_files_that_are_no_cache(make_model, tokens, tmp_path):
+    model, path = make_model("hybrid"), tmp_path / "text.safetensors"
+    cache = StaticCache(model.config, max_cache_len=4)
+    logits(model, tokens(2, 3), cache)
+    save_cache(cache, path)
+    whole = path.read_bytes()
+    for content in (b"some text, but no tensors", whole[:-100]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="cannot be read as a cache"):
+            load_cache(path, model.config)
+    with pytest.raises(ValueError, match="cannot be read as a cache"):
+        load_cache(tmp_path / "nothing", model.config)
+    save_file({"0.conv": torch.zeros(1)}, path, metadata={"layer_types": " ".join(model.config.layer_types)})
+    with pytest.raises(ValueError, match="lacks tensors of a cache"):
+        load_cache(path, model.config)
+    cache.reset()
+    with pytest.raises(ValueError, match="the cache is empty"):
+        save_cache(cache, path)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float64")]
+)
+def test_loaded_for_a_model_of_another_dtype(written, read, make_model, tokens, tmp_path):
+    """Keys, values and convolution inputs follow the model, states its config; it reads on."""
+    ids, path = tokens(2, LENGTH), tmp_path / "text.safetensors"
+    models = [make_model("hybrid").to(getattr(torch, name)) for name in (written, read)]
+    cache = new_cache(models[0].config)
+    logits(models[0], ids[:, :SPLIT], cache)
+    save_cache(cache, path)
+    loaded = load_cache(path, models[1].config, dtype=getattr(torch, read))
+    linear, softmax = (next(x for x in loaded.layers if hasattr(x, "state_dtype") == state) for state in (True, False))
+    expected = {torch.float64: torch.float64}.get(models[1].dtype, torch.float32)
+    assert linear.recurrent_states[0].dtype == expected
+    assert {linear.conv_states[0].dtype, softmax.keys.dtype, softmax.values.dtype} == {models[1].dtype}
+    for mine, theirs in zip(loaded.layers, cache.layers, strict=True):
+        if mine is linear:
+            assert torch.equal(mine.recurrent_states[0], theirs.recurrent_states[0].to(expected))
+    assert logits(models[1], ids[:, SPLIT:], loaded).isfinite().all()
+
+
+def test_states_follow_the_config_that_loads_them(make_model, make_config, tokens, tmp_path):
+    ids, path = tokens(2, LENGTH), tmp_path / "text.safetensors"
+    for written, read in (("bfloat16", "float32"), ("float32", "bfloat16")):
+        model = make_model("gdn", linear_state_dtype=written)
+        cache = new_cache(model.config)
+        logits(model, ids, cache)
+        save_cache(cache, path)
+        loaded = load_cache(path, make_config("gdn", linear_state_dtype=read))
+        assert {layer.recurrent_states[0].dtype for layer in loaded.layers} == {getattr(torch, read)}
+
+
+def test_copies_of_what_autograd_made(model, tokens, close):
+    """A text read without torch.no_grad()."""
+    ids = tokens(2, LENGTH)
+    cache = new_cache(model.config)
+    model(ids[:, :SPLIT], use_cache=True, **{CACHE_NAME: cache})
+    for copied in (copy_cache(cache), select_rows(cache, [0, 1])):
+        close(logits(model, ids[:, SPLIT:], copied), logits(model, ids, None)[:, SPLIT:])
+
+
+def test_a_prompt_is_not_kept(make_model, tokens):
+    """A snapshot has the size of its tensors, whatever the length of the text."""
+    model = make_model("gdn")
+    cache = new_cache(model.config)
+    logits(model, tokens(2, 200), cache)
+    for layer in (*cache.layers, *copy_cache(cache).layers):
+        for tensor in (layer.conv_states[0], layer.recurrent_states[0]):
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -13,6 +13,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     LinearAttentionLayer,
     StaticCache,
+    StaticLayer,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -39,7 +40,7 @@ class RecurrentLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def write(self, conv_state, recurrent_state, num_tokens):
         """Replace the states by those after `num_tokens` more tokens (padding included, as in key/value caches)."""
-        if recurrent_state.dtype == torch.float32:  # a float64 model keeps float64
+        if recurrent_state.dtype != torch.float64:  # a float64 model keeps float64
             recurrent_state = recurrent_state.to(self.state_dtype)
         self._place(conv_state, recurrent_state)
         self.is_conv_states_initialized[0] = conv_state is not None
@@ -52,6 +53,9 @@ class RecurrentLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def update(self, *args, **kwargs):
         raise NotImplementedError("A linear-attention layer keeps no keys and values: use write().")
+
+    def crop(self, tokens_to_remove):
+        raise ValueError("a recurrent state cannot forget its last tokens: keep a copy_cache() of what it was before.")
 
     def get_seq_length(self):
         return self.num_tokens
@@ -78,7 +82,9 @@ class RecurrentLayer(LinearAttentionLayer, CacheLayerMixin):
 
 
 class StaticRecurrentLayer(RecurrentLayer):
-    """A RecurrentLayer whose tensors keep their addresses from the first write on: every later one copies into them."""
+    """A RecurrentLayer whose tensors keep their addresses from the first write on: every later one copies into them.
+    Gradients do not flow through what is overwritten.
+    """
 
     is_compileable = True
     in_place = True
@@ -91,14 +97,14 @@ class StaticRecurrentLayer(RecurrentLayer):
     def _place(self, conv_state, recurrent_state):
         if self.recurrent_states[0] is None:
             self.num_tokens = self.num_tokens.to(recurrent_state.device)
-            conv_state = None if conv_state is None else conv_state.clone(memory_format=torch.contiguous_format)
-            super()._place(conv_state, recurrent_state.clone(memory_format=torch.contiguous_format))
+            conv_state = None if conv_state is None else _own(conv_state)
+            super()._place(conv_state, _own(recurrent_state))
             self._mark()
             return
         if conv_state is not None:
-            self.conv_states[0].copy_(conv_state)
+            self.conv_states[0].copy_(conv_state.detach())
         if recurrent_state is not self.recurrent_states[0]:
-            self.recurrent_states[0].copy_(recurrent_state)
+            self.recurrent_states[0].copy_(recurrent_state.detach())
 
     def _mark(self):
         """Tell the compiler that these addresses stay: CUDA graphs may then write there."""
@@ -125,6 +131,10 @@ class StaticRecurrentLayer(RecurrentLayer):
         self._mark()
 
 
+def _own(tensor):
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
 def adopt(cache, config):
     """Give every linear-attention layer of `cache` a RecurrentLayer (in place) and return the cache.
 
@@ -133,7 +143,7 @@ def adopt(cache, config):
             a `StaticCache`: its layers become StaticRecurrentLayers. A model of softmax layers alone takes any `Cache`.
 
     Raises:
-        ValueError: another kind of cache, or one whose layer already holds something else.
+        ValueError: another kind of cache, or one that holds another model's memory.
     """
     if not isinstance(cache, Cache):
         raise ValueError(f"the cache is a {type(cache).__name__} but must be a transformers Cache.")
@@ -142,16 +152,54 @@ def adopt(cache, config):
     ):
         kind = "an offloaded cache" if cache.offloading else f"a {type(cache).__name__}"
         raise ValueError(f"{kind} cannot hold recurrent states: use a DynamicCache or StaticCache without offloading.")
+    count, given = len(config.layer_types), len(cache.layers)
+    if given > count or (0 < given < count and cache.get_seq_length() > 0):
+        raise ValueError(f"the cache has {given} layers, but the model has {count}: it is another model's.")
     for index, layer_type in enumerate(config.layer_types):
         if index == len(cache.layers):
             cache.layers.append(_recurrent(cache, config) if layer_type == "linear_attention" else DynamicLayer())
         layer = cache.layers[index]
-        if layer_type != "linear_attention" or isinstance(layer, RecurrentLayer):
-            continue
-        if getattr(layer, "is_initialized", False) or any(getattr(layer, "has_previous_state", {}).values()):
-            raise ValueError(f"layer {index} of the cache holds another model's {type(layer).__name__}.")
-        cache.layers[index] = _recurrent(cache, config)
+        if layer_type == "linear_attention" and not isinstance(layer, RecurrentLayer):
+            if getattr(layer, "is_initialized", False) or any(getattr(layer, "has_previous_state", {}).values()):
+                raise ValueError(f"layer {index} of the cache holds another model's {type(layer).__name__}.")
+            cache.layers[index] = _recurrent(cache, config)
+        else:
+            _check_layer(layer, index, layer_type, config)
     return cache
+
+
+def _check_layer(layer, index, layer_type, config):
+    """Raise ValueError for a layer of another kind or that holds tensors of another model's shape."""
+    if layer_type == "linear_attention":
+        state, conv = layer.recurrent_states[0], layer.conv_states[0]
+        if state is None:
+            return
+        found = *state.shape[1:], 0 if conv is None else conv.shape[-1]
+        expected = (
+            config.linear_num_value_heads, config.second_key_dim, config.linear_key_head_dim,
+            config.linear_value_head_dim, max(config.linear_conv_kernel_dim - 1, 0),
+        )  # fmt: skip
+        names = "value heads, slices, key size, value size, convolution inputs"
+    elif isinstance(layer, LinearAttentionLayer) and not isinstance(layer, (DynamicLayer, StaticLayer)):
+        raise ValueError(f"layer {index} of the cache holds another model's {type(layer).__name__}.")
+    else:
+        keys = getattr(layer, "keys", None)
+        if keys is None or keys.ndim != 4:
+            return
+        found, expected = (keys.shape[1], keys.shape[3]), (config.num_key_value_heads, config.head_dim)
+        names = "key/value heads, size"
+    if found != expected:
+        raise ValueError(
+            f"layer {index} of the cache holds {list(found)}, but the model's are {list(expected)} ({names})."
+        )
+
+
+def check_rows(cache, batch):
+    """Raise ValueError where the cache holds another number of rows than the batch."""
+    states = (layer.recurrent_states[0] for layer in cache.layers if isinstance(layer, RecurrentLayer))
+    rows = next((len(state) for state in states if state is not None), batch)
+    if rows != batch:
+        raise ValueError(f"the cache holds {rows} rows, but the batch has {batch}: give as many, or select_rows().")
 
 
 def _recurrent(cache, config):

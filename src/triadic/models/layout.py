@@ -65,13 +65,16 @@ def find_layout(batch, length, attention_mask, position_ids, cu_seqlens, max_seq
         _check_bounds(cu_seqlens, length)
         return Layout(cu_seqlens.to(torch.int32), max_seqlen)
     restarts = None
-    if position_ids is not None and length > 1 and isinstance(past_length, int) and past_length == 0:
+    empty = isinstance(past_length, int) and past_length == 0
+    if position_ids is not None and length > 1 and (empty or not torch.compiler.is_compiling()):
         positions = position_ids.expand(batch, -1)
-        if padded is None:
-            restarts = positions[:, 1:] != positions[:, :-1] + 1
-        else:
+        if padded is not None:
             real = attention_mask[:, -length:].bool()
             restarts = (positions[:, 1:] <= positions[:, :-1]) & real[:, 1:] & real[:, :-1]
+        elif empty:
+            restarts = positions[:, 1:] != positions[:, :-1] + 1
+        else:
+            restarts = positions[:, 1:] <= positions[:, :-1]
         restarts = restarts if bool(restarts.any()) else None
     if restarts is None:
         return padded or Layout()

@@ -81,7 +81,8 @@ class TriadicLinearAttention(nn.Module):
         g, beta, gate = self.gates(x)
         settings = {"delta_rule": self.config.linear_mixer == "gdn", "cu_seqlens": layout.cu_seqlens}
         if hidden_states.shape[1] == 1 or (memory is not None and hidden_states.shape[1] <= FEW):
-            op, settings["inplace_state"] = recurrent_triadic, state is not None and memory.in_place
+            op = recurrent_triadic
+            settings["inplace_state"] = state is not None and memory.in_place and not torch.is_grad_enabled()
         else:
             op, state = chunk_triadic, None if state is None else at_least_fp32(state)
         o, state = op(

@@ -12,7 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from .cache import CACHE_NAME, adopt, new_cache, one_cache
+from .cache import CACHE_NAME, adopt, check_rows, new_cache, one_cache
 from .configuration_triadic import TriadicConfig
 from .layers import ShortConvolution, TriadicMLP, TriadicRMSNorm
 from .layout import document_positions, find_layout
@@ -94,8 +94,10 @@ class TriadicModel(TriadicPreTrainedModel):
             adopt(cache, self.config)
         past_length = 0 if cache is None else cache.get_seq_length()
         padding = attention_mask["full_attention"] if isinstance(attention_mask, dict) else attention_mask
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 2:
+            self._refuse_mask(attention_mask.ndim)
         layout = find_layout(batch, length, padding, position_ids, cu_seq_lens_q, max_length_q, past_length)
-        cache = self._choose_cache(cache, use_cache, layout)
+        cache = self._choose_cache(cache, use_cache, layout, batch)
 
         if layout.packed and batch > 1:
             position_ids = position_ids.expand(batch, -1).flatten()[None]  # [1, B T], as the mixers see them
@@ -107,13 +109,21 @@ class TriadicModel(TriadicPreTrainedModel):
             x = layer(x, layout=layout, cache=cache, position_embeddings=positions, attention_mask=attention_mask)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE_NAME: cache})
 
-    def _choose_cache(self, cache, use_cache, layout):
+    def _refuse_mask(self, dimensions):
+        if "linear_attention" in self.config.layer_types:
+            raise ValueError(
+                f"attention_mask has {dimensions} dimensions, but linear attention takes [B, past + T] alone."
+            )
+
+    def _choose_cache(self, cache, use_cache, layout, batch):
         replays = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         if layout.packed and (cache is not None or use_cache):
             if "full_attention" in self.config.layer_types:
                 raise ValueError("packed documents cannot fill the cache of softmax layers: pass one document per row.")
             if cache is not None and cache.get_seq_length() > 0:
                 raise ValueError("packed documents cannot continue those of a filled cache: give an empty one.")
+        if cache is not None and not layout.packed:
+            check_rows(cache, batch)
         if replays and (cache is not None or use_cache):
             raise ValueError("gradient checkpointing would write the cache twice: turn one of them off.")
         if use_cache is None:

@@ -15,32 +15,38 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 
-from .cache import RecurrentLayer, new_cache
+from .cache import RecurrentLayer, adopt, new_cache
 
 TENSORS = ("conv", "recurrent", "keys", "values")
 
 
 def copy_cache(cache: Cache) -> Cache:
     """The same memory in tensors of its own: neither notices what the other reads next."""
-    with torch.no_grad():
-        return copy.deepcopy(cache)
+    if not isinstance(cache, Cache):
+        raise ValueError(f"the cache is a {type(cache).__name__} but must be a transformers Cache.")
+    held = [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, torch.Tensor)]
+    held += [t for layer in cache.layers if isinstance(layer, RecurrentLayer) for t in _tensors(layer).values()]
+    # copies that autograd did not make: deepcopy refuses those it did
+    return copy.deepcopy(cache, {id(t): t.detach().clone() for t in held if not t.is_leaf})
 
 
 def select_rows(cache: Cache, rows: Sequence[int] | torch.Tensor) -> Cache:
     """A copy whose row i is row rows[i] of a DynamicCache: a part of the batch, or one text for several continuations.
 
     Raises:
-        ValueError: a cache of another kind, or a row that does not exist.
+        ValueError: a cache of another kind, or rows that are no integers or do not exist.
     """
     if not isinstance(cache, DynamicCache):
         raise ValueError(f"the cache is a {type(cache).__name__}, whose batch is fixed; select rows of a DynamicCache.")
     tensors = [tensor for layer in cache.layers for tensor in _tensors(layer).values()]
     size = len(tensors[0]) if tensors else 0
-    rows = torch.as_tensor(rows, dtype=torch.long)
+    rows = torch.as_tensor(rows) if len(rows) else torch.empty(0, dtype=torch.long)
+    if rows.ndim != 1 or rows.dtype == torch.bool or rows.is_floating_point():
+        raise ValueError(f"rows is {rows.tolist()}; give a sequence of integers, such as [0, 0, 2].")
     if len(rows) and (rows.min() < 0 or rows.max() >= size):
         raise ValueError(f"rows has {rows.min()} to {rows.max()}, but the cache has {size} rows, from 0 on.")
     chosen = copy_cache(cache)
@@ -55,45 +61,59 @@ def save_cache(cache: Cache, path: str | Path) -> None:
     Raises:
         ValueError: an empty cache, or a layer of a kind that has no file format here.
     """
-    tensors, kinds = {}, []
+    tensors, kinds, length = {}, [], int(cache.get_seq_length())
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, (RecurrentLayer, DynamicLayer, StaticLayer)):
             raise ValueError(f"layer {index} is a {type(layer).__name__}; save recurrent, dynamic or static layers.")
         kinds.append("linear_attention" if isinstance(layer, RecurrentLayer) else "full_attention")
         tensors |= {f"{index}.{name}": tensor.contiguous() for name, tensor in _tensors(layer).items()}
-    if not tensors:
+    if not tensors or not length:
         raise ValueError("the cache is empty; save it after the model has read something.")
-    length = int(cache.get_seq_length())
     save_file(tensors, path, metadata={"format": "pt", "tokens": str(length), "layer_types": " ".join(kinds)})
 
 
-def load_cache(path: str | Path, config, device: str | torch.device = "cpu") -> DynamicCache:
+def load_cache(
+    path: str | Path, config, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> DynamicCache:
     """The DynamicCache that `save_cache` wrote, for a model of this config.
 
+    Args:
+        dtype: of the model, where it is not that of the one which wrote the cache. Recurrent states have
+            `config.linear_state_dtype` (float64 in a float64 model).
+
     Raises:
-        ValueError: a cache of another architecture.
+        ValueError: no such file or a torn one, or a cache of another architecture.
     """
-    cache = new_cache(config)
-    with safe_open(path, framework="pt", device=str(device)) as file:
-        metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read as a cache ({error}); give a file that save_cache wrote.") from None
     found = metadata.get("layer_types", "").split()
     if found != list(config.layer_types):
         raise ValueError(f"{path} holds a cache of layers {found}, but the model has {list(config.layer_types)}.")
-    state = (
-        config.linear_num_value_heads, config.second_key_dim, config.linear_key_head_dim, config.linear_value_head_dim
-    )  # fmt: skip
-    for index, layer in enumerate(cache.layers):
-        conv, recurrent, keys, values = (tensors.get(f"{index}.{name}") for name in TENSORS)
-        if not isinstance(layer, RecurrentLayer):
-            layer.update(keys, values)
-        elif tuple(recurrent.shape[1:]) != state:
-            raise ValueError(
-                f"{path} holds states {list(recurrent.shape[1:])}, but the model's are {list(state)} "
-                "(value heads, slices, key size, value size)."
-            )
-        else:
-            layer.write(conv, recurrent, int(metadata["tokens"]))
-    return cache
+    cache = new_cache(config)
+    try:
+        for index, layer in enumerate(cache.layers):
+            _fill(layer, {n: tensors.get(f"{index}.{n}") for n in TENSORS}, int(metadata["tokens"]), dtype)
+    except (KeyError, AttributeError) as error:
+        raise ValueError(f"{path} lacks tensors of a cache; give a file that save_cache wrote.") from error
+    try:
+        return adopt(cache, config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _fill(layer, tensors: dict[str, torch.Tensor | None], num_tokens: int, dtype: torch.dtype | None) -> None:
+    """Put tensors that `_tensors` named into an empty layer."""
+    if dtype is not None:
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        dtypes = dict.fromkeys(TENSORS, dtype) | {"recurrent": exact}
+        tensors = {name: None if x is None else x.to(dtypes[name]) for name, x in tensors.items()}
+    if isinstance(layer, RecurrentLayer):
+        layer.write(tensors["conv"], tensors["recurrent"], num_tokens)
+    else:
+        layer.update(tensors["keys"], tensors["values"])
 
 
 def _tensors(layer) -> dict[str, torch.Tensor]:
