@@ -16,11 +16,15 @@ if __name__ == "__main__":
     parser.add_argument("--context", type=int, nargs="+", default=[1024])
     parser.add_argument("--prefill", type=int, nargs="*", default=[], help="prompt lengths, read at batch 1")
     parser.add_argument("--state", default="float32", help="dtype of recurrent states")
-    parser.add_argument("--dtype", default="bfloat16", help="of the weights")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", required=True, help="result file (JSON)")
     args = parser.parse_args()
-    for result in measure(**{**vars(args), "command": " ".join(sys.argv)}):
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
-        print(json.dumps(result["rows"][-1]), flush=True)
+    try:
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+        for result in measure(**{**vars(args), "command": " ".join(sys.argv)}):
+            Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+            print(json.dumps(result["rows"][-1]), flush=True)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

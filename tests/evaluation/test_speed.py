@@ -37,3 +37,19 @@ def test_result_file(tmp_path):
     assert [row["what"] for row in result["rows"]] == ["decode_model", "decode_model", "prefill_model"]
     assert [row["B"] for row in result["rows"]] == [1, 2, 1]
     json.dumps(result)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 4}, "steps more than the 4 untimed ones"),
+        ({"batch": [1, 0]}, "batch, context and prefill must be at least 1"),
+        ({"models": ["no/such/config.json"]}, "no/such/config.json cannot be read as a model config"),
+        ({"state": "float16"}, "linear_state_dtype is 'float16' but must be one of"),
+    ],
+)
+def test_refusals(change, message, tmp_path):
+    TriadicConfig(**FIELDS).save_pretrained(tmp_path / "tiny")
+    call = dict(models=[str(tmp_path / "tiny")], batch=[1], context=[30], prefill=[], state="float32", dtype="float32")
+    with pytest.raises(ValueError, match=message):
+        list(measure(**{**call, "steps": 6, "device": "cpu", "command": "", **change}))

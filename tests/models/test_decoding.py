@@ -279,6 +279,8 @@ def test_refusals(make_model, tokens):
         model(ids, past_key_values=())
     with pytest.raises(ValueError, match="attention_mask has 4 columns for 6 tokens"):
         model(ids, attention_mask=torch.ones(1, 4))
+    with pytest.raises(ValueError, match="attention_mask has 2 rows for a batch of 1"):
+        model(ids, attention_mask=torch.ones(2, 6))
     foreign = DynamicCache()
     for layer in range(len(model.model.layers)):
         foreign.update(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), layer)

@@ -13,6 +13,7 @@ from triadic.models import TriadicConfig, TriadicForCausalLM
 from triadic.models.cache import CACHE_NAME, RecurrentLayer, new_cache
 
 SEED_TOKENS = 4  # fill the caches before the clock starts
+UNTIMED = 4  # steps that compile, record and replay
 
 
 def copy_bandwidth(device: torch.device, gib: float = 4.0) -> float:
@@ -55,16 +56,16 @@ def decoding_speed(
         length.fill_(context)
     step = _stepper(model, cache, device)
     ids, position = ids[:, :1], torch.full((batch, 1), context, device=device)
-    for _ in range(4):  # compiles, records and replays
+    for _ in range(UNTIMED):
         ids, position = step(ids, position)
     _reset_peak(device)
 
     def decode():
         nonlocal ids, position
-        for _ in range(steps - 4):
+        for _ in range(steps - UNTIMED):
             ids, position = step(ids, position)
 
-    seconds = _seconds(decode, device) / (steps - 4)
+    seconds = _seconds(decode, device) / (steps - UNTIMED)
     moved = _bytes_moved(model, cache, batch, context)
     return {
         "what": "decode_model", "B": batch, "context": context, "ms_per_step": round(seconds * 1e3, 4),
@@ -142,16 +143,31 @@ def _peak(device) -> float | None:
     return round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None
 
 
+def _config(path, state) -> TriadicConfig:
+    try:
+        found = TriadicConfig.from_pretrained(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read as a model config: {error}") from error
+    return TriadicConfig(**{**found.to_dict(), "linear_state_dtype": state})  # checked once more
+
+
 def measure(models, batch, context, prefill, state, dtype, steps, device, command, **_) -> Iterator[dict[str, Any]]:
     """The result file after every row: each model config at every batch and context, and at every prompt length.
 
     What does not fit into the memory leaves a row that says so.
+
+    Raises:
+        ValueError: numbers that cannot be measured with, or a model config that cannot be read.
     """
+    if steps <= UNTIMED or min([1, *batch, *context, *prefill]) < 1:
+        raise ValueError(
+            f"batch, context and prefill must be at least 1 and steps more than the {UNTIMED} untimed ones."
+        )
     device = torch.device(device)
     bandwidth = copy_bandwidth(device, gib=4.0 if device.type == "cuda" else 0.01)
     result = origin(command) | {"versions": versions(), "copy_tbps": round(bandwidth / 1e12, 3), "rows": []}
     for path in models:
-        config = TriadicConfig.from_pretrained(path, linear_state_dtype=state)
+        config = _config(path, state)
         model = random_model(config, device, getattr(torch, dtype))
         facts = {"model": Path(path).stem, "E": config.second_key_dim, "state": state, "dtype": dtype}
         jobs = [(decoding_speed, b, c, {"bandwidth": bandwidth, "steps": steps}) for b in batch for c in context]

@@ -103,6 +103,8 @@ def _find_padding(batch, length, attention_mask):
             f"attention_mask has {attention_mask.shape[1]} columns for {length} tokens: it covers the cached tokens "
             "and the new ones."
         )
+    if len(attention_mask) not in (1, batch):
+        raise ValueError(f"attention_mask has {len(attention_mask)} rows for a batch of {batch}: give as many.")
     real = attention_mask[:, -length:].bool().expand(batch, -1)
     if bool(real.all()):
         return None
