@@ -184,12 +184,13 @@ PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
 def plain(tensors) -> bool:
-    """Whether nothing needs to see the op itself: no compiler, function transform, dispatch mode, subclass or meta
-    tensor. Then it can be called `directly`: torch.library around it would cost 0.1 ms of host time.
+    """Whether nothing needs to see the op itself: no compiler, tracer, function transform, dispatch mode, subclass or
+    meta tensor. Then it can be called `directly`: torch.library around it would cost 0.1 ms of host time.
     """
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._get_tracing_state() is None
         and not torch._C._are_functorch_transforms_active()
         and PLAIN.issuperset(map(type, tensors))
         and not tensors[0].is_meta

@@ -130,6 +130,16 @@ def test_autocast_changes_no_gradient(inputs, gradients):
     assert all(torch.equal(results[name], expected[name]) for name in expected)
 
 
+@pytest.mark.filterwarnings("ignore")
+@OPS
+def test_a_tracer_sees_the_op(op, inputs):
+    """Kernels that run directly would leave no trace but their empty outputs."""
+    x = {name: None if y is None else y.detach() for name, y in inputs(T=70).items()} | {"scale": 0.5}
+    traced = torch.jit.trace(lambda q, k: op(**{**x, "q": q, "k": k})[0], (x["q"], x["k"]), check_trace=False)
+    assert "triadic_kernels::" in str(traced.graph)
+    assert torch.equal(traced(x["k"], x["q"]), op(**{**x, "q": x["k"], "k": x["q"]})[0])
+
+
 def test_forward_mode(inputs, close, tolerance):
     """The recurrence follows it; the chunks, whose op would drop the tangent in silence, refuse it."""
     x = {name: None if y is None else y.detach() for name, y in inputs(T=5).items()}
