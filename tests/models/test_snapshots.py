@@ -66,6 +66,16 @@ def test_generation_from_a_document(make_model, tokens):
         )
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("length", [4, 6, 7])
+def test_nothing_new_to_read(model, tokens, length, static):
+    """transformers would read the text once more."""
+    cache, ids = StaticCache(model.config, max_cache_len=20) if static else new_cache(model.config), tokens(2, 7)
+    logits(model, ids, cache)
+    with pytest.raises(ValueError, match=f"the cache has read 7 tokens, and the text has {length}"):
+        model.generate(ids[:, :length], max_new_tokens=2, **{CACHE_NAME: cache})
+
+
 def test_refusals(make_model, make_config, tokens, tmp_path):
     model, path = make_model("gdn"), tmp_path / "text.safetensors"
     with pytest.raises(ValueError, match="the cache is empty; save it after the model has read something"):

@@ -202,6 +202,22 @@ def check_rows(cache, batch):
         raise ValueError(f"the cache holds {rows} rows, but the batch has {batch}: give as many, or select_rows().")
 
 
+def refuse_read_prompt(input_ids, generation_config, model_kwargs):
+    """Raise ValueError where generate() gets a whole text without a token beyond those its cache has read: transformers
+    would then read it once more.
+    """
+    cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
+    whole = input_ids if model_kwargs.get("inputs_embeds") is None else model_kwargs["inputs_embeds"]
+    covered = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+    if cache is None or covered != whole.shape[1]:  # a longer mask: these are the new tokens alone
+        return
+    read, length = int(cache.get_seq_length()), whole.shape[1]
+    if read >= length:
+        raise ValueError(
+            f"the cache has read {read} tokens, and the text has {length}: give the text with at least one token more."
+        )
+
+
 def _recurrent(cache, config):
     """An empty layer for this kind of cache."""
     state_dtype = getattr(torch, config.linear_state_dtype)

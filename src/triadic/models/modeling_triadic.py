@@ -12,7 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from .cache import CACHE_NAME, adopt, check_rows, new_cache, one_cache
+from .cache import CACHE_NAME, adopt, check_rows, new_cache, one_cache, refuse_read_prompt
 from .configuration_triadic import TriadicConfig
 from .layers import ShortConvolution, TriadicMLP, TriadicRMSNorm
 from .layout import document_positions, find_layout
@@ -253,11 +253,12 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
         mask = create_causal_mask(config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, **cache)
         return {"full_attention": mask}
 
-    def _prefill(self, input_ids, generation_config, *args, **kwargs):
+    def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
         """Prompts are never compiled, in chunks neither: every length would be, and padding is read on the host."""
+        refuse_read_prompt(input_ids, generation_config, model_kwargs)
         disabled, generation_config.disable_compile = generation_config.disable_compile, True
         try:
-            return super()._prefill(input_ids, generation_config, *args, **kwargs)
+            return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
         finally:
             generation_config.disable_compile = disabled
 
