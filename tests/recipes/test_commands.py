@@ -1,6 +1,7 @@
-"""Every command of every recipe: files exist, settings load, and what it reads was made by a command before it."""
+"""Every command of every recipe and of README.md: files exist, settings load, and what it reads was made by a command before it."""
 
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -103,6 +104,32 @@ def test_each_command_can_run(script, calls):
     assert commands[-1][0] == "recipes/collect.py"
     assert commands[-1][1][0] == f"recipes/{script.parent.name}"
     assert option(commands[-1][1], "--scale") == script.stem
+
+
+def readme_commands():
+    """The programs of README's shell blocks in their order, each a list of words; pip and make are left out."""
+    shell = "".join(re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL))
+    for line in shell.splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["scripts/eval.sh"]:
+            suite = words.index("--suite") + 1
+            words = [
+                "python",
+                "scripts/evaluate.py",
+                *words[1:suite],
+                f"configs/eval/{words[suite]}.yaml",
+                *words[suite + 1 :],
+            ]
+        if words[:1] in (["python"], ["accelerate"]):
+            yield words
+
+
+def test_the_readme_can_be_followed_from_top_to_bottom():
+    made, programs = set(), []
+    for program, arguments, processes in map(split, readme_commands()):
+        CHECKS[program](arguments, processes, made)
+        programs.append(program)
+    assert set(programs) >= {"scripts/prepare_data.py", "scripts/pretrain.py", "scripts/evaluate.py"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)
