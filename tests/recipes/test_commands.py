@@ -1,4 +1,4 @@
-"""Every command of every recipe and of README.md: files exist, settings load, and what it reads was made by a command before it."""
+"""Every command of README and recipes: files exist, settings load, what it reads was made by a command before it."""
 
 import re
 import shlex

@@ -9,6 +9,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 # transformers 5.18 and later call the cache `cache`, before that `past_key_values`, in arguments and outputs alike.
 CACHE_NAME = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+RECURRENT = ("linear_attention",)  # layer types that remember a RecurrentLayer; the others, keys and values
 
 
 class RecurrentLayer(LinearAttentionLayer, CacheLayerMixin):
@@ -62,7 +63,7 @@ class RecurrentLayer(LinearAttentionLayer, CacheLayerMixin):
 
 
 def adopt(cache, config):
-    """Give every linear-attention layer of `cache` a RecurrentLayer (in place) and return the cache.
+    """Give every recurrent layer of `cache` a RecurrentLayer (in place) and return the cache.
 
     Args:
         cache: a transformers `DynamicCache`, made with or without the model's config; an empty one may lack layers.
@@ -73,14 +74,15 @@ def adopt(cache, config):
     """
     if not isinstance(cache, Cache):
         raise ValueError(f"the cache is a {type(cache).__name__} but must be a transformers Cache.")
-    if "linear_attention" in config.layer_types and (not isinstance(cache, DynamicCache) or cache.offloading):
+    recurrent = any(layer_type in RECURRENT for layer_type in config.layer_types)
+    if recurrent and (not isinstance(cache, DynamicCache) or cache.offloading):
         kind = "an offloaded cache" if cache.offloading else f"a {type(cache).__name__}"
         raise ValueError(f"{kind} cannot hold recurrent states: use a DynamicCache without offloading.")
     for index, layer_type in enumerate(config.layer_types):
         if index == len(cache.layers):
-            cache.layers.append(RecurrentLayer() if layer_type == "linear_attention" else DynamicLayer())
+            cache.layers.append(RecurrentLayer() if layer_type in RECURRENT else DynamicLayer())
         layer = cache.layers[index]
-        if layer_type != "linear_attention" or isinstance(layer, RecurrentLayer):
+        if layer_type not in RECURRENT or isinstance(layer, RecurrentLayer):
             continue
         if getattr(layer, "is_initialized", False) or any(getattr(layer, "has_previous_state", {}).values()):
             raise ValueError(f"layer {index} of the cache holds another model's {type(layer).__name__}.")
