@@ -24,18 +24,18 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0, help="of the new weights")
     args = parser.parse_args()
     wanted = {name: str(value) if name == "target" else value for name, value in vars(args).items()}
-    note = args.target / "upcycled.json"
+    note, text = args.target / "upcycled.json", json.dumps(wanted, indent=2) + "\n"
     try:
         if args.target.exists():
-            if not note.is_file() or json.loads(note.read_text()) != wanted:
+            if not note.is_file() or note.read_text() != text:
                 raise ValueError(f"{args.target} exists and is not of this command; remove it or name another folder")
             print(f"{args.target} is already there")
             sys.exit()
         found = load_checkpoint(args.source, ModelConfig(dtype="float32", device="cpu"))
         model = upcycle(found.model, args.second_key_dim, start=args.start, seed=args.seed)
-    except ValueError as error:
+        model.save_pretrained(args.target)
+        found.tokenizer.save_pretrained(args.target)
+        note.write_text(text)
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    model.save_pretrained(args.target)
-    found.tokenizer.save_pretrained(args.target)
-    note.write_text(json.dumps(wanted, indent=2) + "\n")
     print(f"{args.target}: E = {args.second_key_dim}, {model.num_parameters() / 1e6:.1f}M parameters")

@@ -1,6 +1,7 @@
 """Compiles every kernel that a back end launches, for a GPU that need not be there, and reports what the compiler made.
 
     python kernels/benchmarks/offline.py --backend triton --arch 90 --E 1 8 --dtype bfloat16 --json out.json
+    python kernels/benchmarks/offline.py --recurrent --state bfloat16
 
 A stand-in driver names the architecture, every launch becomes a compilation, and the back end runs forward and backward
 on CPU tensors of the right shapes: so exactly the shipped configurations are compiled. One row per kernel: registers,
@@ -10,6 +11,7 @@ before anything wrote them: ptxas 12.8, which Triton 3.6 brings along, miscompil
 """
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -141,6 +143,19 @@ def run_backend(backend, p):
     backend.backward(*args, saved, do, None)
 
 
+def run_recurrent(backend, p, states):
+    """One decoding step, and several tokens of packed sequences, of problem p with states of these dtypes in place."""
+    for T, state in itertools.product((1, 4), states):
+        p = p._replace(T=T, varlen=T > 1)
+        q, k = (torch.empty(p.B, T, p.H, p.K, dtype=p.dtype) for _ in range(2))
+        v = torch.empty(p.B, T, p.HV, p.V, dtype=p.dtype)
+        q2, k2 = (torch.empty(p.B, T, p.H, p.E) for _ in range(2))
+        g, beta = torch.empty(p.B, T, p.HV, p.E), torch.empty(p.B, T, p.HV)
+        h0 = torch.empty(p.N, p.HV, p.E, p.K, p.V, dtype=getattr(torch, state))
+        cu_seqlens = torch.tensor([0, T]) if p.varlen else None
+        backend.recurrent(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, h0)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--backend", default="triton")
@@ -151,13 +166,15 @@ def main():
     parser.add_argument("--group", type=int, default=1, help="value heads per key head")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--linear", action="store_true", help="sGLA: no delta rule")
+    parser.add_argument("--recurrent", action="store_true", help="the kernel of recurrent_triadic")
+    parser.add_argument("--state", nargs="+", default=["float32"], help="dtypes of its state")
     parser.add_argument("--json")
     a = parser.parse_args()
     driver.set_active(StandIn(a.arch))
     compiled, rows = record_compilations(), []
     from triadic_kernels import dispatch  # after the driver: importing kernels may ask for it
 
-    backend = dispatch.load(dispatch.CHUNK[a.backend])
+    backend = dispatch.load((dispatch.RECURRENT if a.recurrent else dispatch.CHUNK)[a.backend])
     if isinstance(backend, str):
         raise SystemExit(f"{a.backend}: {backend}")
     for E in a.E:
@@ -169,7 +186,7 @@ def main():
         if reason := backend.unsupported(p):
             raise SystemExit(f"{a.backend} with E={E}: {reason}")
         done = len(compiled)
-        run_backend(backend, p)
+        run_recurrent(backend, p, a.state) if a.recurrent else run_backend(backend, p)
         for name, kernel, seconds in compiled[done:]:
             row = dict(
                 kernel=name, E=E, K=a.K, V=a.V, group=a.group, dtype=a.dtype, arch=a.arch, delta_rule=not a.linear

@@ -1,6 +1,7 @@
 """Triadic linear attention: the operations, without any model."""
 
 from .conv import causal_conv1d
-from .op import chunk_triadic, explain, recurrent_triadic
+from .op import chunk_triadic, explain
+from .recurrent import recurrent_triadic
 
 __all__ = ["causal_conv1d", "chunk_triadic", "explain", "recurrent_triadic"]

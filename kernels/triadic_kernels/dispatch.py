@@ -12,7 +12,8 @@ Tensors arrive checked, contiguous and in their public layout; absent ones are N
 decay; beta: ones; h0: zeros; cu_seqlens: B sequences of length T; dht: no gradient). `keep` says that a backward will
 follow; without it `saved` is []. ht is None unless p.output_final, and outputs never alias inputs or one another.
 Gradients have the shape and dtype of their inputs. A row of `RECURRENT` defines `unsupported` and
-`recurrent(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens) -> (o, ht)`, differentiable by plain autograd.
+`recurrent(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, ht=None) -> (o, ht)`: the final state, in the dtype of h0, goes
+to the given ht, which may be h0. Where p.needs_grad it is differentiable by plain autograd, or unsupported.
 """
 
 import importlib
@@ -23,7 +24,7 @@ import torch
 
 # name that the caller writes -> module beside this file, best first
 CHUNK = {"gluon_hopper": "gluon_hopper", "triton": "triton_chunk", "torch": "reference"}
-RECURRENT = {"torch": "reference"}
+RECURRENT = {"triton": "decode", "torch": "reference"}
 
 _loaded = {}  # module name -> module, or the ImportError as text
 _capabilities = {}  # CUDA device -> compute capability
@@ -54,6 +55,7 @@ class Problem(NamedTuple):
     has_initial: bool
     output_final: bool
     varlen: bool
+    needs_grad: bool = False  # a recurrent call that autograd follows
 
     @property
     def kind(self) -> tuple:
@@ -67,7 +69,9 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return _capabilities.get(device)
 
 
-def problem(q, k, v, q2, g, beta, h0, cu_seqlens, *, scale: float, delta_rule: bool, output_final: bool) -> Problem:
+def problem(
+    q, k, v, q2, g, beta, h0, cu_seqlens, *, scale: float, delta_rule: bool, output_final: bool, needs_grad=False
+) -> Problem:  # fmt: skip
     """Describe a call by the shapes, dtypes and devices of its (checked) tensors."""
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -92,6 +96,7 @@ def problem(q, k, v, q2, g, beta, h0, cu_seqlens, *, scale: float, delta_rule: b
         has_initial=h0 is not None,
         output_final=output_final,
         varlen=cu_seqlens is not None,
+        needs_grad=needs_grad,
     )
 
 

@@ -1,4 +1,4 @@
-"""The public operations: checked arguments, then one torch.library op forward and one backward.
+"""The public operations but for `recurrent.py`: checked arguments, then one torch.library op forward and one backward.
 
 Legend: B batch, T time, H key heads, HV value heads (value head h uses key head h // (HV / H)), K and V key and value
 sizes, E second-key size, N sequences (B, or the number of packed documents).
@@ -6,13 +6,15 @@ sizes, E second-key size, N sequences (B, or the number of packed documents).
 
 import contextlib
 import re
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from .dispatch import RECURRENT, directly, load, plain, problem, report, select
+from .dispatch import CHUNK, RECURRENT, directly, load, plain, problem, report, select
 from .packing import check_cu_seqlens, check_cu_seqlens_metadata
 from .reference import l2norm
+from .segments import check_segment_size, in_segments
 
 # A copy of this file in another package (a model's remote code) registers its ops under a name of its own.
 NAMESPACE = re.sub(r"\W", "_", __package__ or "triadic_kernels")
@@ -36,6 +38,7 @@ def chunk_triadic(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
+    segment_size: int | None = None,
     backend: str = "auto",
     check: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -65,6 +68,9 @@ def chunk_triadic(
         cu_seqlens: [N + 1] int32 or int64 boundaries of documents packed along T (B must be 1); documents may be empty
             and never influence one another.
         use_qk_l2norm_in_kernel: first scale q and k to unit length, x / sqrt(sum x^2 + 1e-6).
+        segment_size: tokens (best a multiple of 64) after which the backward starts anew: it computes the states inside
+            a segment again instead of keeping those of the whole sequence, the largest part of the memory it needs, for
+            the time of one more forward. None: keep them.
         backend: "auto" takes the first able one of `dispatch.CHUNK`; a named one runs or raises.
         check: also check values (g <= 0, the contents of cu_seqlens) on tensors that are not on the CPU, which stalls
             the device; on the CPU they are always checked.
@@ -78,55 +84,27 @@ def chunk_triadic(
     Raises:
         ValueError: wrong shapes, dtypes, devices or values, or a back end that cannot run.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if segment_size is not None:
+        check_segment_size(segment_size)
+        if segment_size < q.shape[1] and _needs_grad(q, k, v, q2, k2, g, beta, initial_state):
+            _check_values(g, cu_seqlens, q.shape[1], check)
+            options = dict(delta_rule=delta_rule, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+            return in_segments(
+                partial(chunk_triadic, **options, backend=backend), segment_size,
+                dict(q=q, k=k, v=v, q2=q2, k2=k2, g=g, beta=beta), initial_state, cu_seqlens, output_final_state,
+            )  # fmt: skip
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
     tensors = [None if x is None else x.contiguous() for x in (q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)]
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    keep = _needs_grad(*tensors)
     arguments = (*tensors, scale, delta_rule, output_final_state, keep, backend, check)
     if not plain(tensors):
         outputs = _op("chunk_forward")(*arguments)
     else:
         outputs = ChunkTriadic.apply(*arguments) if keep else directly(_forward, *arguments)
     return outputs[0], outputs[1] if output_final_state else None
-
-
-def recurrent_triadic(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    q2: Tensor | None = None,
-    k2: Tensor | None = None,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    delta_rule: bool = True,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    backend: str = "auto",
-    check: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Triadic linear attention, token by token: for decoding. Arguments, results and errors of `chunk_triadic`.
-
-    Back ends are those of `dispatch.RECURRENT`; differentiable any number of times. Values are not checked while
-    torch.compile traces. The torch back end reads cu_seqlens on the host.
-    """
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)
-    if not torch.compiler.is_compiling():
-        _check_values(g, cu_seqlens, q.shape[1], check)
-    if use_qk_l2norm_in_kernel:
-        q, k = l2norm(q), l2norm(k)
-    p = problem(
-        q, k, v, q2, g, beta, initial_state, cu_seqlens,
-        scale=scale, delta_rule=delta_rule, output_final=output_final_state,
-    )  # fmt: skip
-    with _full_precision(q.device.type):
-        return select(backend, p, RECURRENT).recurrent(p, q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)
 
 
 def explain(
@@ -144,34 +122,54 @@ def explain(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
+    segment_size: int | None = None,
     backend: str = "auto",
     check: bool = False,
+    recurrent: bool = False,
 ) -> str:
     """Which back end `chunk_triadic` with backend="auto" would run, and why not the others: a line for each.
+
+    recurrent: say it of `recurrent_triadic`.
 
     Raises:
         ValueError: wrong shapes, dtypes or devices.
     """
-    _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)
+    half = (torch.bfloat16,) if recurrent else ()
+    _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens, state_dtypes=half)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return report(
-        problem(
-            q, k, v, q2, g, beta, initial_state, cu_seqlens,
-            scale=scale, delta_rule=delta_rule, output_final=output_final_state,
-        )
+    tensors = (q, k, v, q2, k2, g, beta, initial_state)
+    p = problem(
+        q, k, v, q2, g, beta, initial_state, cu_seqlens,
+        scale=scale, delta_rule=delta_rule, output_final=output_final_state,
+        needs_grad=_needs_grad(*tensors),
     )  # fmt: skip
+    return report(p, RECURRENT if recurrent else CHUNK)
 
 
-def _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens) -> None:
-    """Raise ValueError for shapes, dtypes or devices that do not fit together; reads no values."""
+def _needs_grad(*tensors) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens, state_dtypes=()) -> None:
+    """Raise ValueError for shapes, dtypes or devices that do not fit together; reads no values. `state_dtypes` are
+    further dtypes of the initial state beside float32 (of any q but float64).
+    """
+    given = dict(q=q, k=k, v=v, q2=q2, k2=k2, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    for name, x in given.items():
+        if not isinstance(x, Tensor) and (x is not None or name in ("q", "k", "v")):
+            raise ValueError(f"{name} is of type {type(x).__name__}; pass a torch.Tensor.")
     if q.ndim != 4 or v.ndim != 4:
         raise ValueError(f"q has shape {list(q.shape)} and v {list(v.shape)}; pass [B, T, H, K] and [B, T, HV, V].")
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    if H == 0 or HV % H:
+    if 0 in (H, K, HV, V):
+        raise ValueError(f"q has shape {list(q.shape)} and v {list(v.shape)}; heads and head sizes must be at least 1.")
+    if HV % H:
         raise ValueError(
             f"v has {HV} heads, which is not a multiple of the {H} heads of q and k; repeat or drop heads."
         )
+    if q2 is not None and q2.ndim != 4:
+        raise ValueError(f"q2 has shape {list(q2.shape)}; pass [B, T, H, E].")
     if (q2 is None) != (k2 is None):
         raise ValueError(
             f"{'k2' if q2 is None else 'q2'} was given without the other; pass both q2 and k2, or neither."
@@ -199,7 +197,7 @@ def _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens) -> Non
             continue
         if x.shape != shape:
             raise ValueError(f"{name} has shape {list(x.shape)}; pass {letters}, here {list(shape)}.")
-        if x.dtype != dtype:
+        if x.dtype != dtype and not (name == "initial_state" and x.dtype in state_dtypes and dtype == torch.float32):
             raise ValueError(f"{name} has dtype {x.dtype}; pass {dtype}, as q is {q.dtype}.")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, but q is on {q.device}; move it there.")

@@ -65,16 +65,16 @@ def token_recurrence(q, k, v, q2, k2, g, beta, S, *, delta_rule: bool, scale: fl
         S = add_product(S, write[:, t].mT, beta[:, t] * r)
         o.append(read[:, t] @ S)
         S = S.view(B, HV, E, K, V)
-    return (torch.stack(o, 1) if o else v).squeeze(3), S
+    return (torch.stack(o, 1) if o else v.clone()).squeeze(3), S
 
 
-def recurrent(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens) -> tuple[Tensor, Tensor | None]:
+def recurrent(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, ht=None) -> tuple[Tensor, Tensor | None]:
     """`recurrent_triadic`: the token recurrence of every sequence."""
     q, k, v, q2, k2, g, beta = _all_present(p, q, k, v, q2, k2, g, beta)
     if p.H != p.HV:
         q, k, q2, k2 = (x.repeat_interleave(p.HV // p.H, 2) for x in (q, k, q2, k2))
     tokens = [x.to(_exact(p.dtype)) for x in (q, k, v, q2, k2, g)] + [beta[..., 0]]
-    S = tokens[2].new_zeros(p.N, p.HV, p.E, p.K, p.V) if h0 is None else h0
+    S = tokens[2].new_zeros(p.N, p.HV, p.E, p.K, p.V) if h0 is None else h0.to(tokens[2].dtype)
     if cu_seqlens is None:
         o, S = token_recurrence(*tokens, S, delta_rule=p.delta_rule, scale=p.scale)
     else:
@@ -82,7 +82,11 @@ def recurrent(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens) -> tuple[Tensor, Tens
         documents = zip(*(x.split(lengths, 1) for x in tokens), S.split(1), strict=True)
         parts = [token_recurrence(*x, delta_rule=p.delta_rule, scale=p.scale) for x in documents]
         o, S = torch.cat([o for o, _ in parts], 1), torch.cat([S for _, S in parts])
-    return o.to(p.dtype), S if p.output_final else None
+    if ht is not None:
+        ht.copy_(S)
+    elif p.output_final:
+        ht = S.clone() if S is h0 else S if h0 is None else S.to(h0.dtype)  # no token: the state is not ours
+    return o.to(p.dtype), ht
 
 
 def unsupported(p) -> str | None:

@@ -13,6 +13,7 @@ fields in `__post_init__` by raising ValueError; `load` puts the place in front 
 
 import dataclasses
 import difflib
+import math
 import re
 import types
 from collections.abc import Sequence
@@ -38,7 +39,9 @@ def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
     if not path.is_file():
         raise SettingsError(f"there is no configuration file {path}")
     try:
-        tree = yaml.load(path.read_text(), _Loader) or {}
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{path} is not UTF-8 text (byte {error.start})") from None
     except yaml.YAMLError as error:
         raise SettingsError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
@@ -157,8 +160,15 @@ def _convert(hint: Any, value: Any, where: str, place: str) -> Any:
         item = arguments[0] if arguments else Any
         return origin(_convert(item, entry, where, f"{place}[{i}]") for i, entry in enumerate(value))
     elif origin is dict and isinstance(value, dict):
-        return {key: _convert(arguments[1], entry, where, f"{place}.{key}") for key, entry in value.items()}
+        return {
+            _convert(arguments[0], key, where, f"a key of {place}"): _convert(
+                arguments[1], entry, where, f"{place}.{key}"
+            )
+            for key, entry in value.items()
+        }
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise SettingsError(f"{where}: {place} must be a finite number, not {value}")
         return float(value)
     elif isinstance(hint, type) and type(value) is hint:
         return value

@@ -57,12 +57,16 @@ BAD = [
     ("source.validation={tokens: 5}", r"tokenizer\.train needs source\.validation\.documents"),
     ("source.validation={min_characters: 5}", r"validation\.min_characters goes with"),
     ("source.validation.documents=-1", "cannot be negative"),
+    ("source.reserve={documents: -1}", r"reserve\.documents and reserve\.min_characters cannot be negative"),
     ("source={files: [x], reserve: {documents: 2}, validation: {tokens: 5}}", "needs validation by documents"),
 ]
 BAD_MIXTURES = [
     ("mixture.tokens=0", r"mixture\.tokens must be positive"),
     ("mixture.parts.pg19.share=0.2", r"must add up to 1, these add up to 1\.1"),
     ("mixture.parts.pg19.share=0", r"must lie in \(0, 1\], not 0"),
+    ("mixture={tokens: 9, parts: {../evil: {share: 1, store: x}}}", r"part's name must be letters.*not '\.\./evil'"),
+    ("mixture={tokens: 9, parts: {'': {share: 1, store: x}}}", "part's name must be letters.*not ''"),
+    ("mixture={tokens: 9, parts: {3: {share: 1, store: x}}}", r"a key of mixture\.parts must be text"),
     ("mixture.parts.pg19.source={files: [x]}", "exactly one of store .* and source"),
     ("tokenizer={train: {vocab_size: 500}}", r"needs tokenizer\.pretrained"),
 ]

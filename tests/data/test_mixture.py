@@ -106,6 +106,8 @@ def test_sources_are_prepared_up_to_their_share(stores, mix, tmp_path, plain):
     assert 3000 <= own.num_tokens < 3200
     mixed = open_store(output / "train")
     assert mixed.parts[1]["store"] == "../sources/books/train"
+    with pytest.raises(ValueError, match=r"mixture\.seed was .*; its sources are finished .* store: .*/books/train$"):
+        mix(tmp_path / "out", books={"share": 0.1, "source": source}, seed=99)
     again = mix(tmp_path / "out", books={"share": 0.1, "source": source})
     assert open_store(again / "train").fingerprint == mixed.fingerprint
     moved = (tmp_path / "out").rename(tmp_path / "moved")
@@ -135,6 +137,8 @@ def test_exhausted_part_is_refused_or_repeated(stores, mix, tmp_path, caplog):
 def test_documents_too_long_for_the_shares(mix, tmp_path):
     with pytest.raises(ValueError, match=r"instead of [15]0\.00 %; raise mixture\.tokens"):
         mix(tmp_path / "out", tokens=300)
+    with pytest.raises(ValueError, match=r"no whole document fits a mixture of 1 tokens; raise mixture\.tokens"):
+        mix(tmp_path / "out", tokens=1)
 
 
 def test_parts_of_another_tokenizer(stores, mix, tmp_path, plain, corpus):

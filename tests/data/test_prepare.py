@@ -1,5 +1,6 @@
 """What prepare writes, against a plain-Python reading of the same texts; what it refuses."""
 
+import gzip
 import json
 
 import datasets
@@ -217,7 +218,7 @@ def test_bad_tokenizer_writes_nothing_that_blocks_a_mended_configuration(tmp_pat
     config = configure(tmp_path / "out")
     tree = {"output": config.output, "tokenizer": {"pretrained": str(tmp_path / "nowhere")}}
     tree["source"] = {"files": config.source.files, "text_column": "body"}
-    with pytest.raises(ValueError, match=r"tokenizer\.pretrained=.*nowhere cannot be loaded"):
+    with pytest.raises(ValueError, match=r"tokenizer\.pretrained: no tokenizer can be loaded from .*nowhere"):
         prepare(from_dict(DataConfig, tree))
     assert open_store(prepare(config) / "train").num_documents == 60
 
@@ -235,6 +236,14 @@ def test_empty_and_damaged_files_numbers_and_other_encodings(tmp_path, configure
         prepare(configure(tmp_path / "out", files=[str(tmp_path / "latin.txt")], id_column=None, text_column="text"))
     with pytest.raises(ValueError, match=r"damaged\.jsonl cannot be (opened|read)"):
         prepare(configure(tmp_path / "out", files=[str(tmp_path / "damaged.jsonl")]))
+    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(b'{"body": "a", "key": "b"}\n' * 9)[:-8])
+    with pytest.raises(ValueError, match=r"torn\.jsonl\.gz cannot be (opened|read)"):
+        prepare(configure(tmp_path / "out", files=[str(tmp_path / "torn.jsonl.gz")]))
+    (tmp_path / "latin.jsonl").write_bytes('{"body": "a", "key": "é"}\n'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.jsonl cannot be (opened|read)"):
+        prepare(configure(tmp_path / "out", files=[str(tmp_path / "latin.jsonl")]))
+    with pytest.raises(ValueError, match=r"latin\.txt/out cannot be made: Not a directory"):
+        prepare(configure(tmp_path / "latin.txt" / "out"))
     with pytest.raises(ValueError, match=r"one kind of .*matches \.jsonl, \.txt"):
         prepare(configure(tmp_path / "out", files=[str(tmp_path / "*")]))
 
@@ -248,10 +257,11 @@ def test_empty_and_damaged_files_numbers_and_other_encodings(tmp_path, configure
         (dict(reserve={"documents": 1000}), "left for training"),
     ],
 )
-def test_splits_that_cannot_be_filled(source, message, tmp_path, configure):
-    for _ in range(2):  # the second time from finished parts
-        with pytest.raises(ValueError, match=message):
-            prepare(configure(tmp_path / "out", **source))
+def test_splits_that_cannot_be_filled_block_no_mended_configuration(source, message, tmp_path, configure):
+    with pytest.raises(ValueError, match=message):
+        prepare(configure(tmp_path / "out", **source))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+    prepare(configure(tmp_path / "out", validation={"documents": 1}))
 
 
 def test_id_outside_the_vocabulary(tokenizer):

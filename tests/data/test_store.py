@@ -1,5 +1,6 @@
 """Reading a store: every range against the plain stream, without copies; damage is noticed."""
 
+import json
 import pickle
 
 import numpy as np
@@ -117,6 +118,18 @@ def test_one_changed_bit_is_found_by_verify(copy):
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"kind": "tokens"}'])
 def test_damaged_description(copy, content):
     (copy / "store.json").write_text(content)
+    with pytest.raises(ValueError, match=r"store\.json is damaged"):
+        open_store(copy)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"num_tokens": 10**9}, {"num_documents": 0}, {"vocab_size": "1"}, {"dtype": "int8"}, {"files": []}, {"kind": "x"}],
+    ids=str,
+)
+def test_a_description_that_does_not_add_up(copy, wrong):
+    written = json.loads((copy / "store.json").read_text())
+    (copy / "store.json").write_text(json.dumps(written | wrong))
     with pytest.raises(ValueError, match=r"store\.json is damaged"):
         open_store(copy)
 

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, Qwen3Config
 
 from triadic import TriadicConfig
@@ -41,6 +42,10 @@ def test_what_a_run_says_of_its_checkpoints(run, llama):
     assert loading.run_facts(run / "checkpoints" / "step-00000020" / "hf") == facts | {"tokens": 2000}
     assert loading.run_facts(run / "final") == facts | {"tokens": 3000}
     assert loading.run_facts(llama) == {}
+    for content in (b"- a", b"data: {train: x}", b"{", b"\xff"):
+        (run / "run.yaml").write_bytes(content)
+        with pytest.raises(ValueError, match=r"run\.yaml is damaged, or no run's settings; restore or remove it"):
+            loading.run_facts(run / "final")
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./no/such", "no/such/folder", "../x"])
@@ -98,8 +103,39 @@ def test_broken_tokenizers(llama, tmp_path):
     shutil.copytree(llama, tmp_path / "bare")
     for file in (tmp_path / "bare").glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(ValueError, match="cannot be loaded"):
+    with pytest.raises(ValueError, match=r"no tokenizer can be loaded from .*bare"):
         loading.load_checkpoint(str(tmp_path / "bare"))
+    (tmp_path / "bare" / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(ValueError, match=r"no tokenizer can be loaded from .*bare: 'added_tokens'"):
+        loading.load_checkpoint(str(tmp_path / "bare"))
+
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+HURT = {
+    "missing": (lambda weights: weights.pop(NAME), f"do not fit the model's config; missing: {NAME}"),
+    "shape": (lambda weights: weights.update({NAME: torch.ones(3, 3)}), f"config; of another shape: {NAME}"),
+    "not a number": (lambda weights: weights[NAME].fill_(torch.nan), "gives logits that are not finite"),
+}
+
+
+@pytest.mark.parametrize("how", HURT)
+def test_weights_that_are_not_the_models(llama, tmp_path, how):
+    hurt, message = HURT[how]
+    shutil.copytree(llama, tmp_path / "hurt")
+    weights = load_file(llama / "model.safetensors")
+    hurt(weights)
+    save_file(weights, tmp_path / "hurt" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        loading.load_checkpoint(str(tmp_path / "hurt"))
+
+
+def test_torn_weights_and_devices_that_are_not_there(llama, tmp_path):
+    shutil.copytree(llama, tmp_path / "torn")
+    (tmp_path / "torn" / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"torn cannot be loaded: Error while deserializing header"):
+        loading.load_checkpoint(str(tmp_path / "torn"))
+    with pytest.raises(ValueError, match=r"model\.device abacus cannot be used"):
+        loading.load_checkpoint(str(llama), ModelConfig(device="abacus"))
 
 
 def test_a_tokenizer_larger_than_the_model(llama, tokenizer, tmp_path):

@@ -73,3 +73,11 @@ def test_words_of_a_store(data, texts, tokenizer):
         by_hand |= {word.strip(".,?").lower() for word in text.split()}
     assert known == by_hand
     assert {"grass", "memorize"} < known
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 2.0}]
+)
+def test_values_that_cannot_be_sampled_with(loaded, wrong):
+    with pytest.raises(ValueError, match=r"temperature must be >= 0 and top_p in \(0, 1\]"):
+        sampling.complete(loaded.model, loaded.tokenizer, "ka", max_new_tokens=2, **wrong)

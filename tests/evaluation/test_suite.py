@@ -170,6 +170,18 @@ def test_the_folder_of_another_evaluation_is_refused(finished, run_folder, llama
     assert journal.Journal(tmp_path, {"checkpoint": 2}, overwrite=True).once("a", lambda: 2) == 2
 
 
+@pytest.mark.parametrize("content", [b"", b'{"a": ', b"\xff"])
+def test_damaged_steps_and_claims_are_named(tmp_path, content):
+    journal.Journal(tmp_path, {}).once("a", lambda: 1)
+    (tmp_path / "steps" / "a.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"steps/a\.json is damaged; remove it"):
+        journal.Journal(tmp_path, {}).once("a", lambda: 1)
+    (tmp_path / "evaluation.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"evaluation\.json is damaged; choose another --output, or .* --overwrite"):
+        journal.Journal(tmp_path, {})
+    assert journal.Journal(tmp_path, {}, overwrite=True).once("a", lambda: 2) == 2
+
+
 @pytest.mark.parametrize("least", [1e9, -1e9])
 def test_checks(least):
     rows = [
@@ -272,6 +284,13 @@ def test_bad_commands_write_nothing(run_folder, tmp_path, monkeypatch, arguments
     assert message in code
     assert "\n" not in code
     assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_cannot_be_written(run_folder, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    small = ["perplexity.window=64", "perplexity.buckets=[0,16,64]", "ruler=null", "sample=null", "checks={}"]
+    code = run_script(monkeypatch, "evaluate.py", str(run_folder), "--output", str(tmp_path / "file"), *small)
+    assert re.fullmatch(r"error: .*file/evaluation\.json cannot be written: (Not a directory|File exists)", code)
 
 
 def test_generate_command(run_folder, monkeypatch, capsys):

@@ -15,6 +15,14 @@ def changed(inputs, **replacements):
 
 
 BAD_METADATA = {
+    "q without dimensions": (dict(q=torch.tensor(1.0).double()), r"q has shape \[\] and v .* pass \[B, T, H, K\]"),
+    "q as a list": (dict(q=[1.0]), "q is of type list; pass a torch.Tensor"),
+    "no k": (dict(k=None), "k is of type NoneType; pass a torch.Tensor"),
+    "cu_seqlens as a list": (dict(cu_seqlens=[0, 10]), "cu_seqlens is of type list; pass a torch.Tensor"),
+    "q2 without dimensions": (dict(q2=torch.tensor(1.0).double()), r"q2 has shape \[\]; pass \[B, T, H, E\]"),
+    "K of 0": (dict(q=torch.zeros(B, T, H, 0).double()), "heads and head sizes must be at least 1"),
+    "HV of 0": (dict(v=torch.zeros(B, T, 0, V).double()), "heads and head sizes must be at least 1"),
+    "V of 0": (dict(v=torch.zeros(B, T, HV, 0).double()), "heads and head sizes must be at least 1"),
     "q of 3 dimensions": (dict(q=torch.zeros(B, T, K).double()), r"q has shape \[2, 10, 5\].* pass \[B, T, H, K\]"),
     "v of 3 dimensions": (dict(v=torch.zeros(B, T, V).double()), r"v \[2, 10, 7\].* \[B, T, HV, V\]"),
     "k of another size": (dict(k=torch.zeros(B, T, H, K + 1).double()), r"k has shape .* pass \[B, T, H, K\], here"),

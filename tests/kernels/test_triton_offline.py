@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 OFFLINE = Path(__file__).parents[2] / "kernels" / "benchmarks" / "offline.py"
-# Bytes that a thread may spill, by kernel; the recurrences of gluon_hopper hold the whole state in registers.
-BUDGET = {"forward_kernel": 160, "reverse_kernel": 160, "state_gradients_kernel": 32, "mask_gradients_kernel": 400}
+# Bytes that a thread may spill, by kernel; the recurrences of gluon_hopper hold the whole state in registers, and its
+# kernel 5 is held to 128 by its sixteen warps.
+BUDGET = {"forward_kernel": 160, "reverse_kernel": 160, "state_gradients_kernel": 48, "mask_gradients_kernel": 400}
 ELSEWHERE = {"forward_kernel": 96, "reverse_kernel": 192, "state_gradients_kernel": 96, "mask_gradients_kernel": 96}
 
 

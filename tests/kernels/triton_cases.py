@@ -132,12 +132,11 @@ def recurrence(x, scale, delta):
     return torch.stack(out, 1) if out else x["v"], S
 
 
-def expected(c, x, cu, scale):
-    """Outputs and gradients by autograd in float64."""
-    leaves = {name: t.double().requires_grad_() for name, t in x.items() if t is not None and name not in ("do", "dht")}
-    B, T, HV, E = *x["v"].shape[:3], c["E"]
+def outputs(c, leaves, cu, scale):
+    """(o, ht) of the recurrence; what is absent spelt out, heads repeated, documents one by one."""
+    B, T, HV, E = *leaves["v"].shape[:3], c["E"]
     full = dict(leaves)
-    ones = torch.ones(B, T, HV, E, dtype=torch.float64, device=x["v"].device)
+    ones = torch.ones(B, T, HV, E, dtype=torch.float64, device=leaves["v"].device)
     for name in ("q", "k", "q2", "k2"):
         full[name] = full[name].repeat_interleave(HV // c["H"], 2) if name in full else ones
     g = full.get("g")
@@ -147,15 +146,20 @@ def expected(c, x, cu, scale):
     h0 = full.get("h0", torch.zeros(N, HV, E, c["K"], c["V"], dtype=torch.float64, device=ones.device))
     full.pop("h0", None)
     if cu is None:
-        o, ht = recurrence(dict(full, h0=h0), scale, c["delta"])
-    else:
-        ends = cu.tolist()
-        spans = enumerate(itertools.pairwise(ends))
-        parts = [
-            recurrence(dict({n: t[:, a:b] for n, t in full.items()}, h0=h0[i : i + 1]), scale, c["delta"])
-            for i, (a, b) in spans
-        ]
-        o, ht = (torch.cat(p, d) for p, d in zip(zip(*parts, strict=True), (1, 0), strict=True))
+        return recurrence(dict(full, h0=h0), scale, c["delta"])
+    spans = enumerate(itertools.pairwise(cu.tolist()))
+    parts = [
+        recurrence(dict({n: t[:, a:b] for n, t in full.items()}, h0=h0[i : i + 1]), scale, c["delta"])
+        for i, (a, b) in spans
+    ]
+    o, ht = (torch.cat(p, d) for p, d in zip(zip(*parts, strict=True), (1, 0), strict=True))
+    return o, ht
+
+
+def expected(c, x, cu, scale):
+    """Outputs and gradients by autograd in float64."""
+    leaves = {name: t.double().requires_grad_() for name, t in x.items() if t is not None and name not in ("do", "dht")}
+    o, ht = outputs(c, leaves, cu, scale)
     loss = (o * x["do"].double()).sum()
     if x["dht"] is not None:
         loss = loss + (ht * x["dht"].double()).sum()

@@ -41,6 +41,23 @@ REFUSED = {
         {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}, "layer_types": [FULL] * 24},
         ("'spiral'", "default"),
     ),
+    "rope key": (
+        {"rope_parameters": {"rope_thet": 5e5}, "layer_types": [FULL] * 24},
+        ("'rope_thet'", "nearest is 'rope_theta'"),
+    ),
+    "rope base": (
+        {"rope_parameters": {"rope_theta": -1.0}, "layer_types": [FULL] * 24},
+        ("rope_theta is -1.0",),
+    ),
+    "rope base of text": (
+        {"rope_parameters": {"rope_theta": "1e4"}, "layer_types": [FULL] * 24},
+        ("rope_theta is '1e4'",),
+    ),
+    "rope factor": ({"rope_parameters": {"rope_type": "yarn"}, "layer_types": [FULL] * 24}, ("Missing", "'factor'")),
+    "norm": ({"rms_norm_eps": 0.0}, ("rms_norm_eps 0.0 must lie above 0",)),
+    "initial weights": ({"initializer_range": -0.02}, ("initializer_range -0.02 must lie at or above 0",)),
+    "dropout": ({"attention_dropout": 1.0}, ("attention_dropout 1.0 must lie in [0, 1)",)),
+    "length": ({"max_position_embeddings": 0}, ("max_position_embeddings is 0",)),
     "mixer": ({"linear_mixer": "mamba"}, ("linear_mixer is 'mamba'", "'gdn', 'sgla'")),
     "decay gate": ({"decay_gate": "token"}, ("decay_gate is 'token'", "'slice', 'head', 'none'")),
     "activation": ({"second_key_activation": "exp"}, ("second_key_activation is 'exp'", "'softplus'")),

@@ -1,10 +1,14 @@
 """A cache never changes what a model says: every split, padding on either side, any number of tokens at a time."""
 
 import copy
+import re
 
 import pytest
 import torch
-from transformers import DynamicCache
+from torch._inductor.utils import run_and_get_code
+from transformers import DynamicCache, StaticCache
+
+from triadic.models.cache import CACHE_NAME, StaticRecurrentLayer
 
 LENGTH = 11
 
@@ -199,6 +203,72 @@ def test_rows_repeat_and_select(make_model, tokens, close):
     _, swapped = run(model, tokens(2, 6).flip(0))
     expected, _ = run(model, tokens(2, 2, seed=4), swapped)
     close(outputs.logits, expected.logits, 1e-5)
+
+
+def step_inputs(model, ids, end, cache):
+    """What generate() gives the model for the token before `end`."""
+    return model.prepare_inputs_for_generation(
+        ids[:, :end],
+        next_sequence_length=1,
+        attention_mask=torch.ones(len(ids), end, dtype=torch.long),
+        position_ids=torch.full((len(ids), 1), end - 1),
+        use_cache=True,
+        **{CACHE_NAME: cache},
+    )
+
+
+@torch.no_grad()
+def test_compiled_steps_in_a_static_cache(model, tokens, close):
+    """One graph without breaks for every token, in the same memory, with the logits of a whole forward."""
+    ids, graphs = tokens(2, LENGTH), []
+
+    def addresses(cache):
+        states = [layer for layer in cache.layers if isinstance(layer, StaticRecurrentLayer)]
+        return [(layer.recurrent_states[0].data_ptr(), layer.conv_states[0].data_ptr()) for layer in states]
+
+    def record(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    cache = StaticCache(model.config, max_cache_len=LENGTH + 2)
+    logits = [run(model, ids[:, :4], cache)[0].logits]
+    before, step = addresses(cache), torch.compile(model, fullgraph=True, backend=record)
+    logits += [step(**step_inputs(model, ids, end, cache)).logits for end in range(5, LENGTH + 1)]
+    close(torch.cat(logits, dim=1), run(model, ids)[0].logits)
+    assert len(graphs) == 1
+    assert addresses(cache) == before
+    assert int(cache.get_seq_length()) == LENGTH
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_inductor_overwrites_the_state(make_model, tokens, monkeypatch, tmp_path):
+    """The compiled step hands the cache's own tensor to the op: no copy of the state exists."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model, ids = make_model("gdn", layer_types=["linear_attention"]), tokens(2, LENGTH)
+    cache = StaticCache(model.config, max_cache_len=LENGTH)
+    run(model, ids[:, :4], cache)
+    arguments = step_inputs(model, ids, 5, cache)
+    _, (code,) = run_and_get_code(torch.compile(model, fullgraph=True), **arguments)
+    shape = tuple(cache.layers[0].recurrent_states[0].shape)
+    assert re.search(r"recurrent_step_\.default\((buf\d+, ){7}(arg\d+_1), None", code), "not the input itself"
+    assert not re.search(rf"empty_strided_\w+\({re.escape(str(shape))}", code), "a buffer as large as the state"
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_bfloat16_states(make_model, tokens, static):
+    """Half the memory: the states are bfloat16 at every step, and the text hardly changes."""
+    model, ids = make_model("gdn", linear_state_dtype="bfloat16"), tokens(2, LENGTH)
+    cache = StaticCache(model.config, max_cache_len=LENGTH) if static else None
+    outputs, cache = run(model, ids[:, :4], cache)
+    logits = [outputs.logits]
+    for piece in ids[:, 4:].split([1, 2, 4], dim=1):
+        assert {layer.recurrent_states[0].dtype for layer in cache.layers} == {torch.bfloat16}
+        outputs, cache = run(model, piece, cache)
+        logits.append(outputs.logits)
+    exact = run(make_model("gdn"), ids)[0].logits
+    error = (torch.cat(logits, dim=1) - exact).norm() / exact.norm()
+    assert 1e-6 < error < 2e-2
 
 
 def test_refusals(make_model, tokens):

@@ -150,6 +150,21 @@ def test_a_filled_folder_is_left_alone(checkpoint, tmp_path):
     assert [path.name for path in (tmp_path / "exported").iterdir()] == ["mine.txt"]
 
 
+def test_weights_that_do_not_fill_the_model(checkpoint, tmp_path):
+    _, folder = checkpoint("gdn")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"config; missing: model\.layers\.2\.\S+, \S+, \S+ and \d+ more$"):
+        export(folder, tmp_path / "exported")
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"checkpoint cannot be loaded: "):
+        export(folder, tmp_path / "exported")
+    with pytest.raises(ValueError, match=r"config\.json is a file; give the folder of the model"):
+        export(folder / "config.json", tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
 def test_another_models_tokenizer(checkpoint, tmp_path):
     _, folder = checkpoint(vocabulary=70)
     with pytest.raises(ValueError, match="the tokenizer has 70 entries but the model's vocabulary 61"):

@@ -1,8 +1,24 @@
 """generate(): with a cache exactly the text that recomputing everything gives."""
 
+import string
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, set_seed
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import (
+    AutoModelForCausalLM,
+    CompileConfig,
+    PreTrainedTokenizerFast,
+    StaticCache,
+    TextStreamer,
+    pipeline,
+    set_seed,
+)
+
+from triadic.models.cache import CACHE_NAME
 
 NEW = 8
 
@@ -118,14 +134,94 @@ def test_every_sequence_ends_at_eos(make_model, tokens):
         assert not any(row[cut:])
 
 
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 3}, {"prefill_chunk_size": 4}, {"num_return_sequences": 2}])
+def test_static_cache(model, tokens, settings):
+    """Rows of two lengths, padded on the left: the text of a dynamic cache."""
+    ids = tokens(2, 9)
+    ids[0, :3] = 0
+    settings = {"attention_mask": (ids != 0).long(), "num_beams": settings.get("num_return_sequences", 1), **settings}
+    assert torch.equal(
+        generate(model, ids, cache_implementation="static", **settings), generate(model, ids, **settings)
+    )
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_only_the_step_is_compiled(make_model, tokens, chunk):
+    """Two calls, padded prompts of two lengths: one graph without breaks, the text of eager steps."""
+    model, graphs = make_model("hybrid"), []
+
+    def record(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = CompileConfig(backend=record, mode=None, fullgraph=True)
+    compiled._compile_all_devices = True  # by itself generate() compiles on GPUs alone
+    for length in (9, 7):
+        ids = tokens(2, length)
+        ids[0, :3] = 0
+        settings = {"attention_mask": (ids != 0).long(), "prefill_chunk_size": chunk, "max_cache_len": 9 + NEW}
+        made = generate(model, ids, cache_implementation="static", compile_config=compiled, **settings)
+        assert torch.equal(made, generate(model, ids, attention_mask=settings["attention_mask"]))
+    assert len(graphs) == 1
+
+
+def test_static_cache_again(make_model, tokens):
+    """A second conversation in the same memory, after reset()."""
+    model, ids = make_model("hybrid"), tokens(2, 5)
+    cache = StaticCache(model.config, max_cache_len=5 + NEW)
+    first = generate(model, ids, **{CACHE_NAME: cache})
+    state = cache.layers[0].recurrent_states[0].data_ptr()
+    cache.reset()
+    assert torch.equal(generate(model, ids, **{CACHE_NAME: cache}), first)
+    assert cache.layers[0].recurrent_states[0].data_ptr() == state
+
+
+@pytest.fixture
+def tokenizer():
+    """A character a token, 61 of them."""
+    characters = Tokenizer(WordLevel({c: i for i, c in enumerate(string.printable[:61])}, unk_token="0"))
+    characters.pre_tokenizer, characters.decoder = Split(Regex("."), "isolated"), Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=characters, unk_token="0", pad_token="0", padding_side="left")
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_stop_strings(make_model, tokens, tokenizer, cache):
+    model, ids = make_model("hybrid"), tokens(1, 5)
+    text = tokenizer.decode(generate(model, ids)[0, 5:])
+    stopped = generate(model, ids, stop_strings=[text[2:4]], tokenizer=tokenizer, cache_implementation=cache)
+    assert tokenizer.decode(stopped[0, 5:]) == text[: text.index(text[2:4]) + 2]
+
+
+def test_streaming(make_model, tokens, tokenizer):
+    model, ids, pieces = make_model("hybrid"), tokens(1, 5), []
+
+    class Pieces(TextStreamer):
+        def put(self, value):
+            pieces.append(tokenizer.decode(value.flatten()))
+
+        def end(self):
+            pieces.append("")
+
+    made = generate(model, ids, streamer=Pieces(tokenizer))[0]
+    assert pieces == [tokenizer.decode(ids[0]), *(tokenizer.decode(token) for token in made[5:]), ""]
+
+
+def test_pipeline(make_model, tokens, tokenizer):
+    """Two prompts of different lengths in one batch: the text of each alone."""
+    model = make_model("hybrid")
+    write = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    rows = [tokens(n, seed=n) for n in (3, 6)]
+    prompts = [tokenizer.decode(row) for row in rows]
+    made = write(prompts, max_new_tokens=NEW, do_sample=False, return_full_text=False, batch_size=2)
+    for row, (found,) in zip(rows, made, strict=True):
+        new = generate(model, row[None])[0, len(row) :]
+        assert found["generated_text"] == tokenizer.decode(new, skip_special_tokens=True)
+
+
 def test_other_caches(make_model, tokens):
-    """Softmax layers may use a static cache; recurrent states have a fixed size anyway and live in a DynamicCache."""
-    ids = tokens(2, 5)
-    model = make_model("transformer")
-    assert torch.equal(generate(model, ids, cache_implementation="static"), generate(model, ids))
-    for kind in ("gdn", "hybrid"):
-        with pytest.raises(ValueError, match="a StaticCache cannot hold recurrent states: use a DynamicCache"):
-            generate(make_model(kind), ids, cache_implementation="static")
+    for implementation in ("offloaded", "offloaded_static"):
+        with pytest.raises(ValueError, match="an offloaded cache cannot hold recurrent states: use a DynamicCache or"):
+            generate(make_model("hybrid"), tokens(2, 5), cache_implementation=implementation)
 
 
 def test_assisted_decoding_is_refused(make_model, tokens):

@@ -130,3 +130,21 @@ def test_gradients_under_autocast(make_model, tokens, small_chunks):
         assert gradient.dtype == torch.float32, name
         cosine = F.cosine_similarity(gradient.flatten().double(), exact[name].flatten().double(), dim=0)
         assert cosine > 0.98, (name, cosine)
+
+
+def test_transformers_trainer_evaluates(make_model, tokens, close, tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    model, ids = make_model("gdn"), tokens(4, 13)
+    arguments = TrainingArguments(tmp_path, per_device_eval_batch_size=2, use_cpu=True, report_to=[], disable_tqdm=True)
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    found = Trainer(model, arguments, eval_dataset=data).evaluate()
+    with torch.no_grad():
+        close(torch.tensor(found["eval_loss"]), F.cross_entropy(model(ids).logits[:, :-1].mT, ids[:, 1:]))
+
+
+def test_targets_may_be_a_view(make_model, tokens, targets, close):
+    model, ids = make_model("gdn"), tokens(2, 13)
+    view = torch.cat([tokens(2, 1), targets], dim=1)[:, 1:]
+    for mode in (True, False):
+        close(model.train(mode)(ids, shift_labels=view).loss, model(ids, shift_labels=targets).loss)

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from triadic.models.cache import CACHE_NAME
+
 LENGTHS = [1, 2, 7, 1, 4, 9]
 BOUNDS = torch.tensor([0, 1, 3, 10, 11, 15, 24], dtype=torch.int32)
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
@@ -61,6 +63,15 @@ def test_several_packed_rows(kind, make_model, tokens, close):
             close(packed[row], torch.cat([model(doc, use_cache=False).logits for doc in docs], dim=1)[0])
 
 
+def test_hidden_states_keep_the_rows(kind, make_model, tokens, close):
+    model, ids = make_model(kind), tokens(2, 24)
+    with torch.no_grad():
+        packed = model(ids, position_ids=POSITIONS, output_hidden_states=True).hidden_states
+        alone = [model(row[None], position_ids=POSITIONS, output_hidden_states=True).hidden_states for row in ids]
+    for layer, rows in zip(packed, zip(*alone, strict=True), strict=True):
+        close(layer, torch.cat(rows))
+
+
 def test_positions_that_only_go_up_are_one_document(kind, make_model, tokens, close):
     model, ids = make_model(kind), tokens(2, 8)
     with torch.no_grad():
@@ -101,15 +112,35 @@ def test_packed_attention_never_sees_two_documents(make_model, tokens, monkeypat
     assert sizes == [(n, n) for n in LENGTHS] * 2
 
 
-def test_a_packed_batch_has_no_cache(kind, make_model, tokens):
+def test_a_packed_batch_asks_for_no_cache(kind, make_model, tokens):
     model, ids = make_model(kind), tokens(1, 24)
     with torch.no_grad():
         outputs = model(ids, cu_seq_lens_q=BOUNDS)
         assert outputs.get("cache") is None
         assert outputs.get("past_key_values") is None
-        for packing in (WAYS["cu_seqlens"], WAYS["position_ids"]):
-            with pytest.raises(ValueError, match="packed documents cannot fill a cache"):
-                model(ids, use_cache=True, **packing)
+
+
+@pytest.mark.parametrize("way", ["cu_seqlens", "position_ids"])
+def test_packed_prompts_fill_a_cache(make_model, tokens, close, way):
+    """A row a prompt, which then goes on as each alone would."""
+    model, ids, more = make_model("gdn"), tokens(1, 24), tokens(len(LENGTHS), 2, seed=5)
+    with torch.no_grad():
+        cache = model(ids, use_cache=True, **WAYS[way])[CACHE_NAME]
+        follow = model(more, use_cache=True, **{CACHE_NAME: cache}).logits
+        for row, prompt in enumerate(ids.split(LENGTHS, dim=1)):
+            whole = model(torch.cat([prompt, more[row : row + 1]], dim=1)).logits
+            close(follow[row], whole[0, -2:])
+
+
+def test_refused_caches_of_packed_prompts(make_model, tokens):
+    ids = tokens(1, 24)
+    with pytest.raises(ValueError, match="packed documents cannot fill the cache of softmax layers"):
+        make_model("hybrid")(ids, use_cache=True, cu_seq_lens_q=BOUNDS)
+    model = make_model("gdn")
+    with torch.no_grad():
+        cache = model(ids, use_cache=True)[CACHE_NAME]
+    with pytest.raises(ValueError, match="packed documents cannot continue those of a filled cache"):
+        model(ids, use_cache=True, cu_seq_lens_q=BOUNDS, **{CACHE_NAME: cache})
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,9 @@ def test_dump_and_load_agree(write, tmp_path):
         ("{}", [], "the key name is required"),
         ("name: 3", [], "name must be text, not a whole number (3)"),
         ("name: a\nlearning_rate: fast", [], "learning_rate must be a number, not text ('fast')"),
+        ("name: a\nlearning_rate: .nan", [], "learning_rate must be a finite number, not nan"),
+        ("name: a", ["metadata={x: .inf}"], "metadata.x must be a finite number, not inf"),
+        ("name: a\nmetadata: {3: 1}", [], "a key of metadata must be text, not a whole number (3)"),
         ("name: a\nlearning_rate: true", [], "learning_rate must be a number, not true or false (True)"),
         ("name: a\nlimit: 1.5", [], "limit must be a whole number, not a number (1.5)"),
         ("name: a\nresume: 1", [], "resume must be true or false, not a whole number (1)"),
@@ -89,6 +92,12 @@ def test_mistakes(write, text, overrides, message):
         load(Run, write(text), overrides)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_binary_file(tmp_path):
+    (tmp_path / "run.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(SettingsError, match=r"run\.yaml is not UTF-8 text \(byte 6\)"):
+        load(Run, tmp_path / "run.yaml")
 
 
 def test_missing_file(tmp_path):

@@ -4,10 +4,11 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from triadic.training import assemble, checkpoint, loop, train
@@ -94,6 +95,28 @@ def test_the_last_ones_and_the_milestones_are_kept(configure, overrides, kept):
     assert steps_of(config.run.output_dir) == kept
 
 
+def test_every_rank_gets_its_own_generator_back(tmp_path):
+    states, drawn = [], []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        states.append(torch.get_rng_state())
+        drawn.append(torch.rand(4))
+    save_file({"cpu": torch.stack(states)}, tmp_path / "rng.safetensors")
+    for rank in range(3):
+        accelerator = SimpleNamespace(process_index=rank, device=torch.device("cpu"))
+        checkpoint._restore_rng(load_file(tmp_path / "rng.safetensors"), accelerator)
+        assert torch.equal(torch.rand(4), drawn[rank])
+
+
+def test_a_persons_own_copies_are_left_alone(configure, stand_at):
+    checkpoints = stand_at(8) / "checkpoints"
+    for name in ("step-00000008-good", "step-8", "step-best"):
+        shutil.copytree(checkpoints / "step-00000004", checkpoints / name)
+    assert train(configure("run.keep_last=1")).finished
+    kept = ["step-00000008-good", "step-00000012", "step-8", "step-best"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == kept
+
+
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
@@ -104,6 +127,10 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def misspell(path: Path) -> None:
+    path.write_text(path.read_text().replace("sha256", "sha257", 1))
+
+
 @pytest.mark.parametrize(
     ("hurt", "file", "said"),
     [
@@ -112,6 +139,7 @@ def flip(path: Path) -> None:
         (os.remove, "state/trainer.json", "state/trainer.json is missing"),
         (os.remove, "done.json", "done.json is missing or unreadable"),
         (truncate, "done.json", "done.json is missing or unreadable"),
+        (misspell, "done.json", "done.json is missing or unreadable"),
     ],
 )
 def test_a_damaged_newest_checkpoint_falls_back_once_and_the_run_is_the_same(finished, rows, capsys, hurt, file, said):

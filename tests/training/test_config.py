@@ -45,6 +45,8 @@ def test_the_papers_lengths():
         ("schedule.warmup_steps=13", "schedule.warmup_steps (13) must not exceed the schedule's length (12 steps)"),
         ("schedule.min_lr_fraction=1.5", "schedule.min_lr_fraction must lie in [0, 1]"),
         ("optimizer.betas=[0.9]", "optimizer.betas must be two numbers in [0, 1)"),
+        ("run.milestones=[4, 0]", "run.milestones must be steps from 1 on, not [4, 0]"),
+        ("run.seed=9223372036854775808", "run.seed must be less than 2^63"),
         ("run.save_every=0", "run.save_every must be greater than 0, not 0"),
         ("data.num_workers=-1", "data.num_workers must be 0 or greater, not -1"),
         ("optimizer.clip_norm=0", "optimizer.clip_norm must be greater than 0"),

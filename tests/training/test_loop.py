@@ -201,6 +201,16 @@ def test_a_worker_that_dies_is_named(configure, monkeypatch):
         train(configure("data.num_workers=1", "run.validate_every=100"))
 
 
+@pytest.mark.parametrize("error", [ConnectionResetError, EOFError, FileNotFoundError])
+def test_a_worker_that_dies_while_it_hands_over_a_batch_is_named(configure, monkeypatch, error):
+    def gone(_reader):
+        raise error
+
+    monkeypatch.setattr("torch.utils.data.dataloader._MultiProcessingDataLoaderIter._next_data", gone)
+    with pytest.raises(RuntimeError, match=r"a data worker died, .*handed over a batch.*lower data.num_workers"):
+        train(configure("data.num_workers=1", "run.validate_every=100"))
+
+
 def test_a_bad_window_read_by_a_worker_is_one_sentence(configure, monkeypatch):
     read = Windows.__getitem__
 

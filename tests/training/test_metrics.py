@@ -83,6 +83,11 @@ def test_the_plot_shows_both_curves(tmp_path):
     assert (tmp_path / "a.png").read_bytes() != (tmp_path / "b.png").read_bytes()
 
 
+def test_garbage_in_the_log_is_left_out(tmp_path):
+    (tmp_path / "log.jsonl").write_bytes(b'{"step": 1}\n\xff\x00{"st\n3\n{"step": 2}\n')
+    assert metrics.read_log(tmp_path / "log.jsonl") == [{"step": 1}, {"step": 2}]
+
+
 def test_a_torn_last_line_is_left_out(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert metrics.read_log(tmp_path / "log.jsonl") == [{"step": 1}, {"step": 2}]

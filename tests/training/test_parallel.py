@@ -81,6 +81,22 @@ def test_two_processes_train_as_one_and_take_over_its_run(configure, settings_fi
 
 
 @pytest.mark.slow
+def test_two_processes_resume_their_run(configure, settings_file, rows):
+    settings = ("batch.micro_batch_windows=2", "schedule.decay_steps=12")
+    alone = configure(*settings, f"run.output_dir={configure().run.output_dir}-alone")
+    train(alone)
+    for steps in (6, 12):
+        result = launch(settings_file, ["--multi_gpu"], {"ACCELERATE_USE_CPU": "true"}, *settings, f"run.steps={steps}")
+        assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("resuming from") == 1
+    ours, theirs = ({row["step"]: row["loss"] for row in rows(f) if "loss" in row} for f in (
+        configure().run.output_dir, alone.run.output_dir
+    ))  # fmt: skip
+    assert ours.keys() == theirs.keys()
+    assert all(abs(ours[step] - theirs[step]) < 1e-5 * theirs[step] for step in ours)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "environment", "message"),
     [

@@ -71,6 +71,22 @@ def test_what_does_not_change_the_training_may_change(half_way, rows):
     assert "save_every: 3" in (Path(config.run.output_dir) / "run.yaml").read_text()
 
 
+@pytest.mark.parametrize("content", [b"{", b"\xff"])
+def test_a_run_whose_identity_is_damaged_is_refused(half_way, content):
+    config = half_way()
+    (Path(config.run.output_dir) / "identity.json").write_bytes(content)
+    refuses(config, "identity.json is damaged, so whose run this is is unknown; restore it")
+
+
+def test_a_run_that_was_stopped_while_it_claimed_its_folder_begins_again(configure):
+    config = configure("run.steps=4", "schedule.warmup_steps=0")
+    folder = Path(config.run.output_dir)
+    folder.mkdir()
+    (folder / ".lock").touch()
+    (folder / "identity.json.new").write_text('{"run.se')
+    assert train(config).finished
+
+
 def test_a_longer_run_keeps_its_schedule_or_is_refused(half_way):
     config = half_way("run.steps=10", "schedule.decay_steps=12")
     assert train(config).finished
@@ -106,6 +122,24 @@ def test_missing_things_are_named(configure, world, tmp_path):
     refuses(configure("data.seq_len=16384", "batch.global_batch_tokens=65536"), "less than one window of 16,384 + 1")
     refuses(configure("model.rope_theta=2e6"), "has no layer with rotary positions; remove it")
     refuses(configure("batch.micro_batch_windows=3"), "a step of 8 windows")
+
+
+def test_things_that_are_not_what_they_should_be_are_named(configure, world, tmp_path, monkeypatch):
+    refuses(configure(f"model.config={tmp_path}/settings.yaml"), "settings.yaml cannot be used: It looks like")
+    architecture = json.loads((world / "gdn.json").read_text())
+    for name, changes, message in (
+        ("dtype", {"dtype": "bf17"}, "dtype.json cannot be used: module 'torch' has no attribute 'bf17'"),
+        ("key", {"second_key": 2}, "key.json cannot be used: TriadicConfig has no field 'second_key'"),
+        ("llama", {"model_type": "llama"}, "llama.json is a llama model, only triadic models are trained here"),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps(architecture | changes))
+        refuses(configure(f"model.config={tmp_path}/{name}.json"), message)
+    refuses(configure(f"model.tokenizer={world}"), f"no tokenizer can be loaded from {world}")
+    refuses(configure(f"run.output_dir={tmp_path}/settings.yaml/run"), "cannot be written to: Not a directory")
+    absent = f"model.config={world}/hybrid.json", "model.attn_implementation=flash_attention_4"
+    refuses(configure(*absent), "model.attn_implementation cannot be used: ")
+    monkeypatch.setattr("triadic.training.parallel.get_available_trackers", list)
+    refuses(configure("run.trackers=[wandb]"), "run.trackers asks for wandb, which is not installed")
 
 
 def test_data_of_another_tokenizer_is_refused(configure, world, tmp_path):
@@ -146,11 +180,19 @@ def test_init_from_takes_weights_alone_and_a_new_rope_base(configure, world, tmp
 
 
 def test_init_from_that_cannot_be_used_is_refused(configure, world, tmp_path):
-    refuses(configure(f"model.init_from={tmp_path}/nowhere"), f"model.init_from {tmp_path}/nowhere cannot be loaded")
+    refuses(configure(f"model.init_from={tmp_path}/nowhere"), f"model.init_from: {tmp_path}/nowhere cannot be loaded")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(world / "gdn.json"))
     model.save_pretrained(tmp_path / "gdn")
     other = (f"model.config={world}/hybrid.json", f"model.init_from={tmp_path}/gdn")
-    refuses(configure(*other), f"model.init_from {tmp_path}/gdn does not fit model.config")
+    refuses(configure(*other), f"model.init_from: the weights in {tmp_path}/gdn do not fit the model's config; missing")
+    (tmp_path / "wide.json").write_text(
+        (world / "gdn.json").read_text().replace('"hidden_size": 32', '"hidden_size": 64')
+    )
+    other = (f"model.config={tmp_path}/wide.json", f"model.init_from={tmp_path}/gdn")
+    refuses(configure(*other), "do not fit the model's config; of another shape: lm_head.weight")
+    shutil.copytree(tmp_path / "gdn", tmp_path / "torn")
+    (tmp_path / "torn" / "model.safetensors").write_bytes((tmp_path / "gdn" / "model.safetensors").read_bytes()[:-9])
+    refuses(configure(f"model.init_from={tmp_path}/torn"), f"model.init_from: {tmp_path}/torn cannot be loaded")
     (tmp_path / "pickled").mkdir()
     shutil.copy(tmp_path / "gdn" / "config.json", tmp_path / "pickled")
     torch.save(model.state_dict(), tmp_path / "pickled" / "pytorch_model.bin")

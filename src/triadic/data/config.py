@@ -1,5 +1,6 @@
 """What `prepare` is told: where text comes from, how it is tokenised, what is held out and how sources are mixed."""
 
+import re
 from dataclasses import dataclass, field
 
 
@@ -58,6 +59,10 @@ class Reserve:
 
     documents: int = 0
     min_characters: int = 0
+
+    def __post_init__(self):
+        if self.documents < 0 or self.min_characters < 0:
+            raise ValueError("reserve.documents and reserve.min_characters cannot be negative")
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,9 @@ class Mixture:
     seed: int = 0
 
     def __post_init__(self):
+        for name in self.parts:
+            if not re.fullmatch(r"\w[\w.-]*", name):  # a folder is named after it
+                raise ValueError(f"a mixture part's name must be letters, digits, '_', '.' and '-', not {name!r}")
         total = sum(part.share for part in self.parts.values())
         if abs(total - 1) > 1e-6:
             raise ValueError(f"the shares of a mixture must add up to 1, these add up to {total:.6f}")

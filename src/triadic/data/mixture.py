@@ -105,6 +105,8 @@ def build(config: Mixture, stores: dict[str, Path], output: Path, tokenizer_hash
     chosen = [_choose(config, number, opened[name]) for number, name in enumerate(config.parts)]
     source = np.repeat(np.arange(len(chosen), dtype=np.uint16), [len(documents) for documents in chosen])
     document = np.concatenate(chosen)
+    if not len(document):
+        raise ValueError(f"no whole document fits a mixture of {config.tokens:,} tokens; raise mixture.tokens")
     start, length = _places(opened.values(), chosen)
     order = permutation(len(document), config.seed, len(chosen))
     columns = {"source": source, "document": document, "start": start, "length": length}

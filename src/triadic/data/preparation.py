@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
+from ..models.loading import load_tokenizer
 from ..settings import to_dict
 from . import mixture, tokenizer
 from .assemble import Splitter, assemble
@@ -45,7 +45,10 @@ def prepare(config: DataConfig) -> Path:
     else:
         if config.source is not None:
             check_source(config.source)
-        output.mkdir(parents=True, exist_ok=True)
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"the output {output} cannot be made: {error.strerror}; choose another one") from None
         with locked(output):
             sweep(output)
             try:
@@ -97,8 +100,10 @@ def check_claim(output: Path, asked: dict) -> None:
         differing = [key for key in {**begun, **now} if begun.get(key) != now.get(key)]
         if differing:
             changes = "; ".join(f"{key} was {begun.get(key)!r}, now {now.get(key)!r}" for key in differing)
+            kept = [path.parent for path in sorted(output.glob("sources/*/train/store.json"))]
+            again = "; its sources are finished and can be named as store: " + ", ".join(map(str, kept)) if kept else ""
             raise ValueError(
-                f"{output} was prepared with other settings ({changes}); choose another output or delete it"
+                f"{output} was prepared with other settings ({changes}); choose another output or delete it{again}"
             )
     elif output.is_dir() and any(not _is_trace(entry) for entry in output.iterdir()):
         raise ValueError(f"{output} holds something else than prepared data (no job.json); choose another output")
@@ -135,7 +140,11 @@ def _tokenise_all(
                 bar.update(int(done.lengths.sum()))
                 if splitter.full:
                     break
-    splitter.check()
+    try:
+        splitter.check()
+    except ValueError:  # these parts serve this configuration alone, which can never succeed
+        shutil.rmtree(parts)
+        raise
     return splitter
 
 
@@ -218,7 +227,7 @@ def _prepare_mixture(config: DataConfig, output: Path) -> None:
 
 def _meta(tokenizer_folder: Path) -> dict:
     """What a store records about its tokenizer."""
-    made = AutoTokenizer.from_pretrained(str(tokenizer_folder))
+    made = load_tokenizer(tokenizer_folder)
     size = tokenizer.vocab_size(made)
     meta = {"tokenizer_hash": tokenizer.tokenizer_hash(made), "vocab_size": size}
     return meta | {"bos": made.bos_token_id, "eos": made.eos_token_id}

@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import itertools
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from .order import permutation, shuffled
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # what `datasets` reads the suffix with
 _PACKED = (".gz", ".zst")
+_UNREADABLE = (pa.ArrowException, OSError, EOFError, UnicodeDecodeError, zlib.error)  # torn, misnamed, out of reach
 
 
 class Rows:
@@ -79,10 +81,9 @@ class Rows:
     def _guarded(self, rows) -> Iterator[dict]:
         try:
             yield from rows
-        except pa.ArrowException as error:
-            raise ValueError(
-                f"{describe(self.source)} cannot be read behind row {self._count}: {str(error).splitlines()[0]}"
-            ) from None
+        except _UNREADABLE as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise ValueError(f"{describe(self.source)} cannot be read behind row {self._count}: {reason}") from None
 
 
 def is_text(source: SourceConfig) -> bool:
@@ -157,8 +158,9 @@ def _load(source: SourceConfig):
         return datasets.load_dataset(**arguments, **options, streaming=source.streaming)
     except StopIteration:
         raise ValueError(f"there is nothing to read: {describe(source)} has no rows") from None
-    except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
-        raise ValueError(f"{describe(source)} cannot be opened: {str(error).strip().splitlines()[0]}") from None
+    except (*_UNREADABLE, ValueError, IndexError, datasets.exceptions.DatasetGenerationError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"{describe(source)} cannot be opened: {reason}") from None
 
 
 def _check_columns(source: SourceConfig, row: dict) -> None:

@@ -14,6 +14,10 @@ import pyarrow as pa
 from .files import sha256, write_json
 
 FORMAT = 1
+_FIELDS = {"num_tokens": int, "num_documents": int, "vocab_size": int, "bos": int, "eos": int}
+_FIELDS |= {"tokenizer_hash": str, "fingerprint": str, "dtype": str, "files": list}
+_DTYPES = ("uint16", "uint32")
+_PIECES = {"tokens": "files", "mixture": "parts"}  # what the totals of a store of each kind are summed over
 
 
 class TokenStore:
@@ -161,14 +165,28 @@ def read_meta(folder: Path, kind: str | None = None) -> dict:
         raise ValueError(f"{folder} holds no complete token store (no store.json); run scripts/prepare_data.py for it")
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-        found = meta["kind"], meta["format"], meta["files"]
+        if meta["format"] != FORMAT:
+            raise ValueError(
+                f"{folder} has store format {meta['format']}, this version reads {FORMAT}; prepare it again"
+            )
+        sound = _adds_up(meta)
     except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError):
-        raise damaged(path, "it is not the JSON that was written") from None
-    if found[1] != FORMAT:
-        raise ValueError(f"{folder} has store format {found[1]}, this version reads {FORMAT}; prepare it again")
-    if kind is not None and found[0] != kind:
-        raise ValueError(f"{folder} is a store of kind {found[0]!r}, not {kind!r}; open it with open_store")
+        sound = False
+    if not sound:
+        raise damaged(path, "it is not the JSON that was written")
+    if kind is not None and meta["kind"] != kind:
+        raise ValueError(f"{folder} is a store of kind {meta['kind']!r}, not {kind!r}; open it with open_store")
     return meta
+
+
+def _adds_up(meta: dict) -> bool:
+    """Whether store.json holds every field with its type, and its parts sum up to its totals."""
+    if not all(isinstance(meta[name], kind) for name, kind in _FIELDS.items()) or meta["dtype"] not in _DTYPES:
+        return False
+    pieces = meta[_PIECES[meta["kind"]]]
+    files = all(isinstance(file["name"], str) and isinstance(file["bytes"], int) for file in meta["files"])
+    counted = all(meta[f"num_{what}"] == sum(piece[what] for piece in pieces) for what in ("tokens", "documents"))
+    return bool(meta["files"]) and files and counted
 
 
 def check_size(path: Path, size: int) -> None:

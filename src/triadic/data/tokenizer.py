@@ -13,8 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
+from ..models.loading import load_tokenizer
 from .config import TokenizerConfig, TrainTokenizer
 
 log = logging.getLogger("triadic.data")
@@ -50,10 +51,9 @@ def load_pretrained(config: TokenizerConfig):
     A missing bos becomes eos, a missing pad becomes eos; a missing eos raises ValueError.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.pretrained, revision=config.revision)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"tokenizer.pretrained={config.pretrained} cannot be loaded: {first}") from None
+        tokenizer = load_tokenizer(config.pretrained, revision=config.revision)
+    except ValueError as error:
+        raise ValueError(f"tokenizer.pretrained: {error}") from None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ValueError(
             f"tokenizer.pretrained={config.pretrained} has no fast (tokenizers) form, which is needed here"
@@ -85,10 +85,7 @@ def tokenizer_hash(tokenizer) -> str:
     does how a version of the library writes the files.
     """
     if isinstance(tokenizer, str | Path):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(str(tokenizer))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"no tokenizer can be loaded from {tokenizer}: {str(error).splitlines()[0]}") from None
+        tokenizer = load_tokenizer(tokenizer)
     entries = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
     probe = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
     content = [entries, _ranking(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, probe]

@@ -1,6 +1,7 @@
 """What a suite file in configs/eval/ may say: the model's loading, one section for each part, and the checks."""
 
 import itertools
+import math
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -96,6 +97,12 @@ class WikitextConfig:
         _positive(self, "documents_per_step")
 
 
+def check_sampling(temperature: float, top_p: float) -> None:
+    """Raise ValueError for a temperature or top_p that cannot be sampled with."""
+    if not 0 <= temperature < math.inf or not 0 < top_p <= 1:
+        raise ValueError(f"temperature must be >= 0 and top_p in (0, 1], not {temperature} and {top_p}")
+
+
 @dataclass(frozen=True)
 class SampleConfig:
     """Text the model writes, and the share of its words that occur in the training store."""
@@ -108,8 +115,7 @@ class SampleConfig:
 
     def __post_init__(self):
         _positive(self, "max_new_tokens")
-        if self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(f"temperature must be >= 0 and top_p in (0, 1], not {self.temperature} and {self.top_p}")
+        check_sampling(self.temperature, self.top_p)
 
 
 @dataclass(frozen=True)

@@ -34,18 +34,17 @@ class Journal:
             share(_claim, self.folder, self.identity, self.overwrite)
             self.claimed = True
         path = self.folder / "steps" / (re.sub(r"[^\w.-]+", "-", step) + ".json")
-        if share(path.is_file):
-            return share(lambda: json.loads(path.read_text()))
-        value = compute()
-        share(write_json, path, value)
-        return share(lambda: json.loads(path.read_text()))
+        if not share(path.is_file):
+            value = compute()
+            share(write_json, path, value)
+        return share(_read, path, "remove it, and it is computed again")
 
 
 def _check(folder: Path, identity: dict) -> None:
     """Raise ValueError if the folder is another evaluation's."""
     path = folder / "evaluation.json"
     if path.is_file():
-        other = json.loads(path.read_text())
+        other = _read(path, "choose another --output, or replace it with --overwrite")
         differs = [key for key in identity if other.get(key) != identity[key]]
         if differs:
             raise ValueError(
@@ -65,16 +64,29 @@ def _claim(folder: Path, identity: dict, overwrite: bool) -> None:
     write_json(folder / "evaluation.json", identity)
 
 
+def _read(path: Path, remedy: str) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except ValueError:  # no JSON, or no text
+        raise ValueError(f"{path} is damaged; {remedy}") from None
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file that is complete whenever it exists: temporary name, fsync, rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a JSON file that is complete whenever it exists: temporary name, fsync, rename.
+
+    Raises ValueError if the disk refuses.
+    """
     scratch = path.with_name(path.name + ".tmp")
-    with open(scratch, "w") as file:
-        json.dump(value, file, indent=1, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(scratch, "w") as file:
+            json.dump(value, file, indent=1, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def rank() -> int:

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import triadic  # noqa: F401  (registers the model with transformers' Auto classes)
 from triadic.data import tokenizer_hash
 from triadic.evaluation.config import ModelConfig
 from triadic.evaluation.scoring import check_head
+from triadic.models.loading import load_tokenizer, load_weights, one_line
 
 ACCEPTED = "a Hugging Face folder, a run folder or a hub id"
 
@@ -73,13 +74,8 @@ def load_checkpoint(name: str, config: ModelConfig | None = None) -> Checkpoint:
     device = _device(config.device)
     dtype = {"auto": "bfloat16" if device.type == "cuda" else "float32"}.get(config.dtype, config.dtype)
     options = {"trust_remote_code": config.trust_remote_code}
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), use_safetensors=True, **options
-        )
-        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or folder, **options)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name} cannot be loaded from {folder}: {_one_line(error)}") from error
+    model = load_weights(AutoModelForCausalLM, folder, dtype=getattr(torch, dtype), **options)
+    tokenizer = load_tokenizer(config.tokenizer or folder, **options)
     model = model.to(device).eval().requires_grad_(False)
     vocabulary = model.get_output_embeddings().weight.shape[0]
     if len(tokenizer) > vocabulary:
@@ -106,14 +102,17 @@ def run_facts(folder: Path) -> dict[str, Any]:
         home, steps = folder.parent, None
     if not (home / "run.yaml").is_file():
         return {}
-    run = yaml.safe_load((home / "run.yaml").read_text())
-    steps = run["run"]["steps"] if steps is None else steps
-    return {
-        "train": run["data"]["train"],
-        "validation": run["data"]["validation"],
-        "tokens": steps * run["batch"]["global_batch_tokens"],
-        "seed": run["run"]["seed"],
-    }
+    try:
+        run = yaml.safe_load((home / "run.yaml").read_text())
+        steps = run["run"]["steps"] if steps is None else steps
+        return {
+            "train": run["data"]["train"],
+            "validation": run["data"]["validation"],
+            "tokens": steps * run["batch"]["global_batch_tokens"],
+            "seed": run["run"]["seed"],
+        }
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):
+        raise ValueError(f"{home}/run.yaml is damaged, or no run's settings; restore or remove it") from None
 
 
 def position_limit(config: AutoConfig) -> int | None:
@@ -162,7 +161,7 @@ def _fetch(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.py"]))
     except Exception as error:  # the hub's client raises many kinds, all of which mean: not to be had
-        reason = _one_line(error).rstrip(".")
+        reason = one_line(error).rstrip(".")
         raise ValueError(
             f"there is no folder {name} here, and the hub gives no model of that name ({reason})"
         ) from None
@@ -170,9 +169,8 @@ def _fetch(name: str) -> Path:
 
 def _device(name: str) -> torch.device:
     if name != "auto":
-        return torch.device(name)
+        try:
+            return torch.empty(0, device=name).device
+        except (RuntimeError, AssertionError) as error:  # unknown, absent, or torch was built without it
+            raise ValueError(f"model.device {name} cannot be used: {one_line(error)}") from None
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

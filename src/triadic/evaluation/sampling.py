@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from triadic.data import TokenStore
-from triadic.evaluation.config import SampleConfig
+from triadic.evaluation.config import SampleConfig, check_sampling
 from triadic.evaluation.documents import own_store
 
 if TYPE_CHECKING:
@@ -71,8 +71,10 @@ def complete(
 ) -> Completion:
     """Continue `prompt` (after a BOS) until EOS or max_new_tokens; `on_text` gets each piece as it is finished.
 
-    temperature 0 is greedy. Raises ValueError for an empty prompt if the tokenizer has no BOS to begin with.
+    temperature 0 is greedy. Raises ValueError for an empty prompt if the tokenizer has no BOS to begin with, and for
+    values that cannot be sampled with.
     """
+    check_sampling(temperature, top_p)
     ids = prompt_ids(tokenizer, prompt)
     choose = {"do_sample": temperature > 0}
     if temperature > 0:

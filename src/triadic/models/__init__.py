@@ -5,6 +5,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from .accounting import count_parameters, flops_per_token, state_bytes
 from .configuration_triadic import TriadicConfig
 from .modeling_triadic import TriadicForCausalLM, TriadicModel, TriadicPreTrainedModel
+from .snapshots import copy_cache, load_cache, save_cache, select_rows
 
 AutoConfig.register("triadic", TriadicConfig, exist_ok=True)
 AutoModel.register(TriadicConfig, TriadicModel, exist_ok=True)
@@ -15,7 +16,11 @@ __all__ = [
     "TriadicForCausalLM",
     "TriadicModel",
     "TriadicPreTrainedModel",
+    "copy_cache",
     "count_parameters",
     "flops_per_token",
+    "load_cache",
+    "save_cache",
+    "select_rows",
     "state_bytes",
 ]

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import math
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -17,9 +18,12 @@ CHOICES = {
     "second_key_activation": ("softplus", "sigmoid", "silu", "none"),
     "output_gate_activation": ("sigmoid", "silu", "none"),
     "position_embedding": ("rope", "none"),
+    "linear_state_dtype": ("float32", "bfloat16"),
     "hidden_act": ("silu", "gelu", "relu"),
 }
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+ROPE_KEYS = ("rope_type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "truncate")
+ROPE_KEYS += ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor")
 
 # Keys that transformers itself writes into a config or passes to its constructor, beside the declared fields.
 TRANSFORMERS_KEYS = {
@@ -56,6 +60,8 @@ def _one_sentence_errors(cls):
             construct(self, **kwargs)
         except StrictDataclassError as error:
             raise ValueError(f"{cls.__name__}: {error.__cause__ or error}") from error
+        except KeyError as error:  # transformers', for incomplete rope_parameters
+            raise ValueError(f"{cls.__name__}: {error.args[0]}") from error
 
     cls.__init__ = __init__
     return cls
@@ -86,6 +92,8 @@ class TriadicConfig(PreTrainedConfig):
         decay_gate: one forget gate per "slice" of a head, one per "head", or "none".
         write_gate: whether a token's write is scaled by beta = sigmoid(.) in (0, 1).
         allow_neg_eigval: beta in (0, 2).
+        linear_state_dtype: "float32" | "bfloat16", what a cache keeps states in; bfloat16 halves the memory, and the
+            state is rounded at every step.
         output_gate_activation, output_gate_rank: gate on the read-out; null rank means a full projection.
 
     Raises:
@@ -93,7 +101,7 @@ class TriadicConfig(PreTrainedConfig):
     """
 
     model_type = "triadic"
-    keys_to_ignore_at_inference = ("cache", "past_key_values")
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]
     base_model_tp_plan: ClassVar[dict[str, Any]] = {
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
@@ -141,6 +149,7 @@ class TriadicConfig(PreTrainedConfig):
     allow_neg_eigval: bool = False
     output_gate_activation: str = "sigmoid"
     output_gate_rank: int | None = 128
+    linear_state_dtype: str = "float32"
 
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
@@ -154,11 +163,10 @@ class TriadicConfig(PreTrainedConfig):
             self.rope_parameters = None  # transformers fills it with the default base
 
     def _refuse_unknown(self, kwargs):
-        known = {*type(self).__dataclass_fields__, *TRANSFORMERS_KEYS}
+        fields = type(self).__dataclass_fields__
         for key in kwargs:
-            if key not in known:
-                nearest = difflib.get_close_matches(key, type(self).__dataclass_fields__, n=1, cutoff=0.0)[0]
-                raise ValueError(f"TriadicConfig has no field {key!r}; the nearest is {nearest!r}.")
+            if key not in fields and key not in TRANSFORMERS_KEYS:
+                raise ValueError(f"TriadicConfig has no field {key!r}; the nearest is {_nearest(key, fields)!r}.")
 
     def _derive_missing(self):
         def default(name, value):
@@ -195,6 +203,10 @@ class TriadicConfig(PreTrainedConfig):
             raise ValueError(message)
 
 
+def _nearest(name, names):
+    return difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)[0]
+
+
 def _contradictions(c):
     """Yield a sentence for everything in config `c` that cannot be built."""
     for name, allowed in CHOICES.items():
@@ -207,6 +219,12 @@ def _contradictions(c):
         yield f"linear_conv_kernel_dim is {c.linear_conv_kernel_dim} but must be 0 (no convolution) or more."
     if c.output_gate_rank is not None and c.output_gate_rank < 1:
         yield f"output_gate_rank is {c.output_gate_rank} but must be at least 1, or null for a full projection."
+    if not c.rms_norm_eps > 0:
+        yield f"rms_norm_eps {c.rms_norm_eps} must lie above 0."
+    if not c.initializer_range >= 0:
+        yield f"initializer_range {c.initializer_range} must lie at or above 0."
+    if not 0 <= c.attention_dropout < 1:
+        yield f"attention_dropout {c.attention_dropout} must lie in [0, 1)."
     yield from _layer_contradictions(c)
     yield from _head_contradictions(c)
 
@@ -216,6 +234,7 @@ POSITIVE = (
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
+    "max_position_embeddings",
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
@@ -238,6 +257,17 @@ def _layer_contradictions(c):
         )
 
 
+def _rope_contradictions(rope):
+    if rope["rope_type"] not in ROPE_TYPES:
+        yield f"rope_type is {rope['rope_type']!r} but must be one of {', '.join(ROPE_TYPES)}."
+    for key in rope:
+        if key not in ROPE_KEYS:
+            yield f"rope_parameters has no key {key!r}; the nearest is {_nearest(key, ROPE_KEYS)!r}."
+    theta = rope["rope_theta"]
+    if not isinstance(theta, int | float) or not 0 < theta < math.inf:
+        yield f"rope_theta is {theta!r} but must be a number above 0."
+
+
 def _head_contradictions(c):
     if "full_attention" in c.layer_types:
         if c.num_attention_heads % c.num_key_value_heads:
@@ -247,8 +277,8 @@ def _head_contradictions(c):
             )
         if c.position_embedding == "rope" and c.head_dim % 2:
             yield f"head_dim is {c.head_dim} but RoPE rotates pairs: make it even, or position_embedding 'none'."
-        if c.position_embedding == "rope" and c.rope_parameters["rope_type"] not in ROPE_TYPES:
-            yield f"rope_type is {c.rope_parameters['rope_type']!r} but must be one of {', '.join(ROPE_TYPES)}."
+        if c.position_embedding == "rope":
+            yield from _rope_contradictions(c.rope_parameters)
     if "linear_attention" in c.layer_types:
         if c.linear_num_value_heads % c.linear_num_key_heads:
             yield (

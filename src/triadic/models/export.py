@@ -9,9 +9,10 @@ import re
 from pathlib import Path
 
 import triadic_kernels
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from .accounting import count_parameters, state_bytes
+from .loading import load_tokenizer, load_weights
 from .modeling_triadic import TriadicForCausalLM
 
 MODEL_FILES = (
@@ -24,7 +25,7 @@ MODEL_FILES = (
     "cache",
     "losses",
 )
-KERNEL_FILES = ("op", "dispatch", "reference", "packing", "conv")
+KERNEL_FILES = ("op", "recurrent", "segments", "dispatch", "reference", "packing", "conv")
 AUTO_MAP = {
     "AutoConfig": "configuration_triadic.TriadicConfig",
     "AutoModel": "modeling_triadic.TriadicModel",
@@ -42,13 +43,14 @@ def export(checkpoint, output, tokenizer=None, dtype="auto"):
         dtype: of the written weights, "auto" keeps the checkpoint's ("bfloat16", ...); A_log and dt_bias stay float32.
 
     Raises:
-        ValueError: the output folder holds something, or the tokenizer has entries beyond the model's vocabulary.
+        ValueError: the output folder holds something, the checkpoint is torn or incomplete, or the tokenizer
+            has entries beyond the model's vocabulary.
     """
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists and is not an empty folder: give another output.")
-    model = TriadicForCausalLM.from_pretrained(checkpoint, dtype=dtype)
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer or checkpoint)
+    model = load_weights(TriadicForCausalLM, checkpoint, dtype=dtype)
+    tokenizer = load_tokenizer(tokenizer or checkpoint)
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} entries but the model's vocabulary {model.config.vocab_size}: "

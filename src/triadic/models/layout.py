@@ -10,7 +10,8 @@ import torch.nn.functional as F
 class Layout:
     """Where documents begin and which tokens are padding, found once per forward and shared by all layers.
 
-    packed: `cu_seqlens` [N + 1] int32 are the document bounds of ONE row of tokens; `max_seqlen` their longest.
+    packed: `cu_seqlens` [N + 1] int32 are the document bounds of the rows, one after another;
+        `max_seqlen` their longest.
     padded: `valid` [n] are the flat positions of the real tokens of B rows, `cu_seqlens` [B + 1] the bounds of the
         rows among those n tokens.
     neither: every row is one document (or continues the one in its cache).
@@ -30,14 +31,18 @@ class Layout:
             self.max_seqlen = int(self.cu_seqlens.diff().max())
         return self.max_seqlen
 
+    def one_row(self, x):
+        """[B, T, D] -> [1, B T, D] where documents are packed (unchanged otherwise)."""
+        return x.flatten(0, 1)[None] if self.packed else x
+
     def gather(self, x):
-        """[B, T, D] -> [1, n, D] without the padding (unchanged if there is none)."""
-        return x if self.valid is None else x.flatten(0, 1).index_select(0, self.valid)[None]
+        """[B, T, D] -> [1, n, D] without the padding, or `one_row` if there is none."""
+        return self.one_row(x) if self.valid is None else x.flatten(0, 1).index_select(0, self.valid)[None]
 
     def scatter(self, x, like):
-        """The inverse of `gather` onto the shape of `like` [B, T, D]; padding becomes zero."""
+        """The inverse of `gather` (and of `one_row`) onto the shape of `like` [B, T, D]; padding becomes zero."""
         if self.valid is None:
-            return x
+            return x.view(*like.shape[:2], x.shape[-1])
         flat = x.new_zeros(like.shape[0] * like.shape[1], x.shape[-1])
         return flat.index_copy(0, self.valid, x[0]).view(*like.shape[:2], -1)
 

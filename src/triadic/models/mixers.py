@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
-from triadic_kernels.op import chunk_triadic, recurrent_triadic
+from triadic_kernels.op import chunk_triadic
+from triadic_kernels.recurrent import recurrent_triadic
 
 from .attention import attend
 from .layers import ShortConvolution, TriadicRMSNorm, at_least_fp32, l2_normalize, rotary_cos_sin, rotate
@@ -26,6 +27,7 @@ ACTIVATIONS = {
     "none": lambda x: x,
 }
 A_MAX = 16.0  # exp(A_log), the decay rate, is drawn from U(0, 16)
+FEW = 8  # new tokens of a sequence that go through the recurrence one by one, more through chunks
 DT_MIN, DT_MAX = 1e-3, 1e-1  # the decay bias is softplus^-1 of a log-uniform step in this range
 
 
@@ -77,7 +79,11 @@ class TriadicLinearAttention(nn.Module):
         x = layout.gather(hidden_states)  # [B, T, D]
         q, k, v, q2, k2, conv_state = self.keys_and_values(x, conv_state, memory is not None, layout.cu_seqlens)
         g, beta, gate = self.gates(x)
-        op = recurrent_triadic if hidden_states.shape[1] == 1 else chunk_triadic
+        settings = {"delta_rule": self.config.linear_mixer == "gdn", "cu_seqlens": layout.cu_seqlens}
+        if hidden_states.shape[1] == 1 or (memory is not None and hidden_states.shape[1] <= FEW):
+            op, settings["inplace_state"] = recurrent_triadic, state is not None and memory.in_place
+        else:
+            op, state = chunk_triadic, None if state is None else at_least_fp32(state)
         o, state = op(
             q,
             k,
@@ -86,13 +92,12 @@ class TriadicLinearAttention(nn.Module):
             k2=k2,
             g=g,
             beta=beta,
-            delta_rule=self.config.linear_mixer == "gdn",
             initial_state=state,
             output_final_state=memory is not None,
-            cu_seqlens=layout.cu_seqlens,
+            **settings,
         )  # [B, T, HV, V], [N, HV, E, K, V]
         if memory is not None:
-            memory.write(conv_state, state, hidden_states.shape[1])
+            memory.write(conv_state, state, layout.longest() if layout.packed else hidden_states.shape[1])
         o = self.o_norm(o)
         if gate is not None:
             o = o * ACTIVATIONS[self.config.output_gate_activation](gate).view_as(o)
@@ -168,8 +173,9 @@ class TriadicAttention(nn.Module):
         pass  # it has no parameters beside its submodules'
 
     def forward(self, hidden_states, layout, cache=None, position_embeddings=None, attention_mask=None):
-        shape = (*hidden_states.shape[:2], -1, self.head_dim)
-        q, k, v = (proj(hidden_states).view(shape) for proj in (self.q_proj, self.k_proj, self.v_proj))  # [B, T, H, D]
+        x = layout.one_row(hidden_states)  # [B, T, D]
+        shape = (*x.shape[:2], -1, self.head_dim)
+        q, k, v = (proj(x).view(shape) for proj in (self.q_proj, self.k_proj, self.v_proj))  # [B, T, H, D]
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if position_embeddings is not None:
@@ -178,7 +184,7 @@ class TriadicAttention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         o, weights = attend(self, q, k, v, attention_mask, layout)  # [B, T, H, D]
-        return self.o_proj(o.flatten(2)), weights
+        return self.o_proj(o.flatten(2)).view_as(hidden_states), weights
 
     @staticmethod
     def state_entries(config, context_length):

@@ -98,20 +98,22 @@ class TriadicModel(TriadicPreTrainedModel):
         cache = self._choose_cache(cache, use_cache, layout)
 
         if layout.packed and batch > 1:
-            x, position_ids = x.flatten(0, 1)[None], position_ids.expand(batch, -1).flatten()[None]  # [1, B T, D]
+            position_ids = position_ids.expand(batch, -1).flatten()[None]  # [1, B T], as the mixers see them
         if position_ids is None:
             position_ids = document_positions(layout, length, past_length, x.device)
         attention_mask = self._softmax_mask(x, attention_mask, layout, cache)
         positions = position_embeddings(self.config, position_ids)
         for layer in self.layers:
             x = layer(x, layout=layout, cache=cache, position_embeddings=positions, attention_mask=attention_mask)
-        x = self.norm(x).view(batch, length, -1)
-        return BaseModelOutputWithPast(last_hidden_state=x, **{CACHE_NAME: cache})
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE_NAME: cache})
 
     def _choose_cache(self, cache, use_cache, layout):
         replays = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         if layout.packed and (cache is not None or use_cache):
-            raise ValueError("packed documents cannot fill a cache: pass one document per row, or use_cache=False.")
+            if "full_attention" in self.config.layer_types:
+                raise ValueError("packed documents cannot fill the cache of softmax layers: pass one document per row.")
+            if cache is not None and cache.get_seq_length() > 0:
+                raise ValueError("packed documents cannot continue those of a filled cache: give an empty one.")
         if replays and (cache is not None or use_cache):
             raise ValueError("gradient checkpointing would write the cache twice: turn one of them off.")
         if use_cache is None:
@@ -155,7 +157,6 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
         logits_to_keep=0,
         cu_seq_lens_q=None,
         max_length_q=None,
-        shift_labels=None,
         num_items_in_batch=None,
         cache=None,
         **kwargs,
@@ -169,14 +170,18 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
             position_ids: [B, T]; where they do not go up by one, a packed document begins.
             cu_seq_lens_q: [N + 1] int32, bounds of the documents packed in the one row (B = 1); max_length_q: the
                 longest of them, an int (softmax layers on a GPU read it from the bounds if it is not given).
-            past_key_values, cache: a transformers Cache, under either of its names.
-            labels: [B, T], shifted here; or shift_labels [B, T], already shifted. -100 is ignored.
+            past_key_values, cache: a transformers Cache, under either of its names. Packed documents fill an empty one
+                with a row each (linear attention alone): prompts of any lengths, read without padding.
+            labels: [B, T], shifted here; or, by keyword, shift_labels [B, T], already shifted. -100 is ignored.
+                (shift_labels stays out of the signature: transformers' Trainer takes every argument named like a label
+                for one that each evaluation batch must hold.)
             num_items_in_batch: the loss is the sum over targets divided by it (default: the number of targets).
             logits_to_keep: only the last n positions' logits, or those at the given indices.
 
         Raises:
-            ValueError: packing together with padding, a cache, or several rows (cu_seq_lens_q).
+            ValueError: packing together with padding, several rows (cu_seq_lens_q), or a cache that cannot hold it.
         """
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -205,10 +210,10 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
 
     def _loss(self, hidden_states, logits, labels, shift_labels, num_items_in_batch):
         """transformers' loss of the logits, or the same from the hidden states in chunks."""
-        if logits is not None:
-            counted = {"shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-            return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **counted)
         targets = shift(labels) if shift_labels is None else shift_labels
+        if logits is not None:
+            counted = {"shift_labels": targets.contiguous(), "num_items_in_batch": num_items_in_batch}
+            return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **counted)
         count = (targets != IGNORE_INDEX).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         return self.lm_head(hidden_states, targets) / count
 
@@ -224,6 +229,27 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
 
     def set_output_embeddings(self, new_embeddings):
         self.lm_head = LanguageModelHead.like(new_embeddings)
+
+    @staticmethod
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, is_first_iteration=False, **kwargs):
+        """What generate() gives a forward with a static cache: prompts their 2-D mask, since recurrent layers skip
+        padding; later single tokens, never padding, what the softmax layers need, so that nothing depends on values.
+        """
+        if is_first_iteration or inputs_embeds.shape[1] > 1:
+            return attention_mask
+        if "full_attention" not in config.layer_types:
+            return None
+        cache = {CACHE_NAME: kwargs[CACHE_NAME]}
+        mask = create_causal_mask(config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, **cache)
+        return {"full_attention": mask}
+
+    def _prefill(self, input_ids, generation_config, *args, **kwargs):
+        """Prompts are never compiled, in chunks neither: every length would be, and padding is read on the host."""
+        disabled, generation_config.disable_compile = generation_config.disable_compile, True
+        try:
+            return super()._prefill(input_ids, generation_config, *args, **kwargs)
+        finally:
+            generation_config.disable_compile = disabled
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)

@@ -12,13 +12,14 @@ from torch.utils.data import DataLoader
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from triadic.data import Windows, check_tokenizer, collate, open_store, step_indices, tokenizer_hash
+from triadic.models import TriadicConfig, loading
+from triadic.models.loading import load_weights, one_line
 from triadic.training import checkpoint, optim, parallel, run_folder
 from triadic.training.config import TrainConfig
 
@@ -89,7 +90,15 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
     source, rope_theta = config.model.config, config.model.rope_theta
     if not Path(source).exists():
         raise ValueError(f"model.config {source} does not exist; name a file of configs/model/ or a model folder")
-    model_config = AutoConfig.from_pretrained(source)
+    try:
+        model_config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError, AttributeError) as error:  # AttributeError: a dtype that torch does not know
+        raise ValueError(f"model.config {source} cannot be used: {one_line(error)}") from error
+    if model_config.model_type != TriadicConfig.model_type:
+        raise ValueError(
+            f"model.config {source} is a {model_config.model_type} model, only {TriadicConfig.model_type} models are "
+            "trained here; name a file of configs/model/ or a folder of such a model"
+        )
     if rope_theta is not None:
         if not model_config.rope_parameters or "full_attention" not in model_config.layer_types:
             raise ValueError(f"model.rope_theta is set but {source} has no layer with rotary positions; remove it")
@@ -106,7 +115,7 @@ def load_tokenizer(config: TrainConfig, model_config: PreTrainedConfig) -> PreTr
     folder = Path(config.model.tokenizer or Path(config.data.train).parent / "tokenizer")
     if not folder.is_dir():
         raise ValueError(f"there is no tokenizer folder {folder}; set model.tokenizer or run scripts/prepare_data.py")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = loading.load_tokenizer(folder)
     if len(tokenizer) > model_config.vocab_size:
         raise ValueError(
             f"the tokenizer {folder} has {len(tokenizer)} entries but {config.model.config} has vocab_size "
@@ -142,7 +151,10 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig, fresh: bool
     if fresh and options.init_from:
         model = _from_weights(options.init_from, model_config, chosen)
     else:
-        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, **chosen)
+        try:
+            model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, **chosen)
+        except ImportError as error:  # an attention implementation whose package is missing
+            raise ValueError(f"model.attn_implementation cannot be used: {one_line(error)}") from error
     for name in SPECIAL_TOKENS:
         setattr(model.generation_config, name, getattr(model_config, name))
     if options.gradient_checkpointing:
@@ -155,19 +167,10 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig, fresh: bool
 
 
 def _from_weights(source: str, model_config: PreTrainedConfig, chosen: dict) -> PreTrainedModel:
-    """Weights only, safetensors only, and all of them."""
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            source, config=model_config, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **chosen
-        )
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"model.init_from {source} cannot be loaded: {' '.join(str(error).split())}") from error
-    misfits = {
-        kind: sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if report[kind]
-    }
-    if misfits:
-        raise ValueError(f"model.init_from {source} does not fit model.config: {misfits}")
-    return model
+        return load_weights(AutoModelForCausalLM, source, config=model_config, dtype=torch.float32, **chosen)
+    except ValueError as error:
+        raise ValueError(f"model.init_from: {error}") from error
 
 
 class StepBatches:
@@ -204,6 +207,10 @@ def micro_batches(run: Run) -> Iterator[dict]:
         yield from reader
     except ValueError as error:  # from a worker it comes with the worker's traceback around it
         raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from error
+    except (ConnectionError, EOFError, FileNotFoundError) as error:  # its socket went while a batch was handed over
+        if not workers:
+            raise
+        raise RuntimeError(f"DataLoader worker died while it handed over a batch: {type(error).__name__}") from error
     finally:
         if workers:
             reader._shutdown_workers()  # now: a traceback can hold the reader long after

@@ -121,21 +121,30 @@ def folder_of(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:08d}"
 
 
+def _all(checkpoints: Path) -> list[Path]:
+    """Folders named as `folder_of` names them, oldest first; a person's own copies beside them are left alone."""
+    steps = {path: path.name.removeprefix("step-") for path in checkpoints.glob("step-*")}
+    return sorted(
+        path for path, step in steps.items() if step.isdecimal() and path == folder_of(checkpoints, int(step))
+    )
+
+
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint, in a few words, or None. Reads every byte."""
     try:
         files = json.loads((checkpoint / "done.json").read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+        recorded = [(name, file["bytes"], file["sha256"]) for name, file in files.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "done.json is missing or unreadable"
-    for name, recorded in files.items():
+    for name, size, _ in recorded:
         path = checkpoint / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != recorded["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes instead of {recorded['bytes']}"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
     found = _digests([checkpoint / name for name in files])
-    for (name, recorded), digest in zip(files.items(), found, strict=True):
-        if digest != recorded["sha256"]:
+    for (name, _, sha256), digest in zip(recorded, found, strict=True):
+        if digest != sha256:
             return f"the content of {name} has changed"
     return None
 
@@ -146,7 +155,7 @@ def find(checkpoints: Path) -> tuple[Path | None, dict[Path, str]]:
     Raises ValueError if there are checkpoints and every one is damaged. Changes nothing.
     """
     damaged = {}
-    for folder in sorted(checkpoints.glob("step-*"), reverse=True):
+    for folder in reversed(_all(checkpoints)):
         wrong = damage(folder)
         if wrong is None:
             return folder, damaged
@@ -193,7 +202,7 @@ def restore(checkpoint: Path, accelerator: Accelerator, model: nn.Module, optimi
 
 def prune(checkpoints: Path, keep_last: int, milestones: list[int]) -> None:
     """Remove sound checkpoints beyond the newest `keep_last` and the milestones. Call after a save has returned."""
-    done = [folder for folder in sorted(checkpoints.glob("step-*")) if (folder / "done.json").is_file()]
+    done = [folder for folder in _all(checkpoints) if (folder / "done.json").is_file()]
     for folder in done[:-keep_last]:
         if int(folder.name.removeprefix("step-")) not in milestones:
             doomed = checkpoints / f".removing-{folder.name}"
@@ -207,9 +216,9 @@ def _restore_rng(rng: dict[str, torch.Tensor], accelerator: Accelerator) -> None
     if rank >= len(rng["cpu"]):
         torch.manual_seed(int(rng["cpu"].sum()) + rank)
         return
-    torch.set_rng_state(rng["cpu"][rank])
+    torch.set_rng_state(rng["cpu"][rank].clone())  # a copy: torch reads a row of a larger tensor from a wrong place
     if "cuda" in rng and accelerator.device.type == "cuda":
-        torch.cuda.set_rng_state(rng["cuda"][rank], accelerator.device)
+        torch.cuda.set_rng_state(rng["cuda"][rank].clone(), accelerator.device)
 
 
 def _describe(folder: Path) -> dict:

@@ -97,6 +97,10 @@ class TrainConfig:
             raise ValueError(f"optimizer.betas must be two numbers in [0, 1), not {list(self.optimizer.betas)}")
         if not 0 <= self.schedule.min_lr_fraction <= 1:
             raise ValueError(f"schedule.min_lr_fraction must lie in [0, 1], not {self.schedule.min_lr_fraction}")
+        if self.run.seed >= 2**63:
+            raise ValueError(f"run.seed must be less than 2^63, not {self.run.seed}")
+        if min(self.run.milestones, default=1) < 1:
+            raise ValueError(f"run.milestones must be steps from 1 on, not {self.run.milestones}")
         if self.schedule.warmup_steps > self.decay_steps:
             raise ValueError(
                 f"schedule.warmup_steps ({self.schedule.warmup_steps}) must not exceed the schedule's length "

@@ -172,14 +172,14 @@ def describe(row: dict, steps: int) -> str:
 
 
 def read_log(path: Path) -> list[dict]:
-    """The rows of log.jsonl; a last line that a crash has torn is left out."""
+    """The rows of log.jsonl; what a crash has torn is left out."""
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
-            break
-    return rows
+            continue
+    return [row for row in rows if isinstance(row, dict) and "step" in row]
 
 
 def plot_losses(rows: list[dict], path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
@@ -29,6 +30,12 @@ def start(config: TrainConfig) -> Accelerator:
     Precision, accumulation and compilation come from the run's settings, never from the launcher's environment.
     Raises ValueError for a launch that would silently train something else.
     """
+    available = {tracker.value for tracker in get_available_trackers()}
+    for tracker in config.run.trackers:
+        if tracker not in available:  # accelerate would leave it out
+            raise ValueError(
+                f"run.trackers asks for {tracker}, which is not installed; pip install {tracker}, or take it out"
+            )
     # torch 2.13 has a new name for it, which accelerate cannot pass on
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = Accelerator(
@@ -91,12 +98,12 @@ def total(accelerator: Accelerator, *values: torch.Tensor | float) -> torch.Tens
 
 
 def on_main(accelerator: Accelerator, function: Callable[..., Any], *arguments) -> Any:
-    """Call `function` on rank 0 and hand its result, or its ValueError or RuntimeError, to every rank."""
+    """Call `function` on rank 0 and hand its result, or its exception, to every rank."""
     outcome: list[Any] = [None, None]
     if accelerator.is_main_process:
         try:
             outcome = [function(*arguments), None]
-        except (ValueError, RuntimeError) as error:
+        except Exception as error:  # whatever it is: the others wait for an answer
             if accelerator.num_processes == 1:
                 raise
             outcome = [None, error]

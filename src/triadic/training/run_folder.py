@@ -20,6 +20,8 @@ from triadic.training.config import TrainConfig
 # Keys of a Hugging Face configuration that describe a file or a library, not the architecture.
 _NOT_ARCHITECTURE = {"transformers_version", "dtype", "torch_dtype", "architectures", "_name_or_path", "use_cache"}
 
+_TRACES = {".lock", "identity.json.new"}  # what a process leaves that was stopped while it claimed the folder
+
 
 def identity(config: TrainConfig, model: PreTrainedConfig, tokenizer_hash: str, data_fingerprint: str) -> dict:
     """What makes two runs the same run, as {dotted key: value}: with these equal, every step computes the same.
@@ -50,10 +52,16 @@ def check(folder: Path, ours: dict) -> None:
     if not folder.is_dir():
         raise ValueError(f"run.output_dir {folder} is a file; name a folder")
     if not (folder / "identity.json").is_file():
-        if any(entry.name != ".lock" for entry in folder.iterdir()):
+        if any(entry.name not in _TRACES for entry in folder.iterdir()):
             raise ValueError(f"run.output_dir {folder} is not empty and is no run's folder; choose another one")
         return
-    theirs = json.loads((folder / "identity.json").read_text())
+    try:
+        theirs = json.loads((folder / "identity.json").read_text())
+    except ValueError:  # no JSON, or no text
+        raise ValueError(
+            f"{folder}/identity.json is damaged, so whose run this is is unknown; restore it, choose another "
+            "run.output_dir, or, to start again, remove the folder"
+        ) from None
     absent = "nothing"
     different = [
         f"{key} is {theirs.get(key, absent)} there and {ours.get(key, absent)} here"
@@ -80,17 +88,20 @@ class Claim:
         Raises ValueError if it belongs to another run or another process is training there.
         """
         check(self.folder, ours)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.folder / ".lock", "w")  # noqa: SIM115 (stays open as long as the run)
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.folder / ".lock", "w")  # noqa: SIM115 (stays open as long as the run)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            write_atomically(self.folder / "identity.json", json.dumps(ours, indent=1))
+            write_atomically(self.folder / "run.yaml", settings_text(config))
+        except BlockingIOError:
             self.release()
             raise ValueError(
                 f"another process is training in {self.folder}; wait for it, or choose another run.output_dir"
             ) from None
-        write_atomically(self.folder / "identity.json", json.dumps(ours, indent=1))
-        write_atomically(self.folder / "run.yaml", settings_text(config))
+        except OSError as error:
+            self.release()
+            raise ValueError(f"run.output_dir {self.folder} cannot be written to: {error.strerror}") from None
 
     def release(self) -> None:
         if self._lock is not None:

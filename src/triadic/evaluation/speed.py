@@ -1,0 +1,168 @@
+"""How fast a model decodes and reads a prompt, against what the memory's bandwidth allows."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import StaticCache
+
+from triadic.evaluation.report import origin, versions
+from triadic.models import TriadicConfig, TriadicForCausalLM
+from triadic.models.cache import CACHE_NAME, RecurrentLayer, new_cache
+
+SEED_TOKENS = 4  # fill the caches before the clock starts
+
+
+def copy_bandwidth(device: torch.device, gib: float = 4.0) -> float:
+    """Bytes per second of a large copy on the device, read and written bytes counted: the best of a few."""
+    x = torch.empty(int(gib * 2**28), device=device).normal_()
+    y = torch.empty_like(x)
+    y.copy_(x)
+    return 2 * x.nbytes / min(_seconds(lambda: y.copy_(x), device) for _ in range(10))
+
+
+def random_model(config: TriadicConfig, device: torch.device, dtype: torch.dtype) -> TriadicForCausalLM:
+    """A model of random weights: speed does not depend on their values."""
+    with torch.device(device):
+        return TriadicForCausalLM._from_config(config, dtype=dtype).eval()
+
+
+@torch.no_grad()
+def decoding_speed(
+    model: TriadicForCausalLM, batch: int, context: int, bandwidth: float, *, steps: int = 64
+) -> dict[str, Any]:
+    """Greedy decoding of `batch` sequences of `context` tokens each, from a static cache; on a GPU compiled and
+    replayed as CUDA graphs.
+
+    The prompt itself is not read: the caches are told that they hold `context` tokens.
+
+    Args:
+        bandwidth: bytes per second, see `copy_bandwidth`.
+
+    Returns:
+        ms_per_step (each step gives every sequence a token; host time included), tokens_per_s, and roofline: the time
+        to read the weights once and the states or keys and values (read and, states, written) at `bandwidth`, over the
+        time taken; the bytes of each, and the peak of the allocated memory.
+    """
+    device = model.device
+    cache = StaticCache(model.config, max_cache_len=context + steps + SEED_TOKENS)
+    ids = torch.randint(model.config.vocab_size, (batch, SEED_TOKENS), device=device)
+    model(ids, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
+    for layer in cache.layers:
+        length = layer.num_tokens if isinstance(layer, RecurrentLayer) else layer.cumulative_length
+        length.fill_(context)
+    step = _stepper(model, cache, device)
+    ids, position = ids[:, :1], torch.full((batch, 1), context, device=device)
+    for _ in range(4):  # compiles, records and replays
+        ids, position = step(ids, position)
+    _reset_peak(device)
+
+    def decode():
+        nonlocal ids, position
+        for _ in range(steps - 4):
+            ids, position = step(ids, position)
+
+    seconds = _seconds(decode, device) / (steps - 4)
+    moved = _bytes_moved(model, cache, batch, context)
+    return {
+        "what": "decode_model", "B": batch, "context": context, "ms_per_step": round(seconds * 1e3, 4),
+        "tokens_per_s": round(batch / seconds, 1), "roofline": round(sum(moved.values()) / bandwidth / seconds, 3),
+        **{f"{name}_gb": round(value / 1e9, 9) for name, value in moved.items()}, "peak_gib": _peak(device),
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def prefill_speed(model: TriadicForCausalLM, batch: int, context: int, *, chunk: int = 16384) -> dict[str, Any]:
+    """Time to read prompts of `context` tokens, `chunk` tokens at a time, until the first logits."""
+    ids = torch.randint(model.config.vocab_size, (batch, context), device=model.device)
+
+    def prefill():
+        cache = new_cache(model.config)
+        for piece in ids.split(chunk, dim=1):
+            model(piece, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
+
+    prefill()
+    _reset_peak(model.device)
+    seconds = _seconds(prefill, model.device)
+    return {
+        "what": "prefill_model", "B": batch, "context": context, "chunk": chunk, "ms": round(seconds * 1e3, 3),
+        "tokens_per_s": round(batch * context / seconds, 1), "peak_gib": _peak(model.device),
+    }  # fmt: skip
+
+
+def _stepper(model, cache, device):
+    """(ids [B, 1], positions [B, 1]) -> those of the next step."""
+
+    def step(ids, position, mask):
+        logits = model(
+            ids, position_ids=position, attention_mask=mask, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache}
+        ).logits
+        return logits[:, -1:].argmax(-1), position + 1
+
+    compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True) if device.type == "cuda" else step
+
+    def call(ids, position):
+        embeds = torch.empty(len(ids), 1, 0, dtype=model.dtype, device=device)
+        mask = model.create_masks_for_generate(model.config, embeds, None, **{CACHE_NAME: cache})
+        torch.compiler.cudagraph_mark_step_begin()
+        return tuple(x.clone() for x in compiled(ids, position, mask))  # the graph owns its outputs
+
+    return call
+
+
+def _bytes_moved(model, cache, batch, context) -> dict[str, int]:
+    """Bytes that a step cannot avoid: weights once (of the embedding only rows), states twice, keys and values once."""
+    unread = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.nbytes
+    moved = {"weights": sum(p.nbytes for p in model.parameters()) - unread, "states": 0, "keys_values": 0}
+    for layer in cache.layers:
+        if isinstance(layer, RecurrentLayer):
+            moved["states"] += 2 * layer.recurrent_states[0].nbytes
+        else:
+            moved["keys_values"] += 2 * batch * context * layer.keys[0, :, 0].nbytes
+    return moved
+
+
+def _seconds(call, device) -> float:
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def _reset_peak(device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak(device) -> float | None:
+    return round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None
+
+
+def measure(models, batch, context, prefill, state, dtype, steps, device, command, **_) -> Iterator[dict[str, Any]]:
+    """The result file after every row: each model config at every batch and context, and at every prompt length.
+
+    What does not fit into the memory leaves a row that says so.
+    """
+    device = torch.device(device)
+    bandwidth = copy_bandwidth(device, gib=4.0 if device.type == "cuda" else 0.01)
+    result = origin(command) | {"versions": versions(), "copy_tbps": round(bandwidth / 1e12, 3), "rows": []}
+    for path in models:
+        config = TriadicConfig.from_pretrained(path, linear_state_dtype=state)
+        model = random_model(config, device, getattr(torch, dtype))
+        facts = {"model": Path(path).stem, "E": config.second_key_dim, "state": state, "dtype": dtype}
+        jobs = [(decoding_speed, b, c, {"bandwidth": bandwidth, "steps": steps}) for b in batch for c in context]
+        jobs += [(prefill_speed, 1, length, {}) for length in prefill]
+        for job, b, c, options in jobs:
+            try:
+                row = job(model, b, c, **options)
+            except torch.OutOfMemoryError as error:
+                row = {"what": job.__name__, "B": b, "context": c, "error": str(error)[:200]}
+            result["rows"].append(facts | row)
+            yield result
+            torch.compiler.reset()  # graphs hold memory
+            if device.type == "cuda":
+                torch.cuda.empty_cache()

@@ -1,0 +1,106 @@
+"""What a model remembers of a text as a thing of its own: copied, put into other batches, saved and loaded.
+
+Read a long document once, answer many questions:
+
+    model(document, use_cache=True, past_key_values=cache)
+    for question in questions:
+        model.generate(torch.cat([document, question], 1), past_key_values=copy_cache(cache))
+
+or all at once, `select_rows(cache, [0] * len(questions))`. A snapshot of a recurrent layer has one size, whatever the
+length of the text.
+"""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
+
+from .cache import RecurrentLayer, new_cache
+
+TENSORS = ("conv", "recurrent", "keys", "values")
+
+
+def copy_cache(cache: Cache) -> Cache:
+    """The same memory in tensors of its own: neither notices what the other reads next."""
+    with torch.no_grad():
+        return copy.deepcopy(cache)
+
+
+def select_rows(cache: Cache, rows: Sequence[int] | torch.Tensor) -> Cache:
+    """A copy whose row i is row rows[i] of a DynamicCache: a part of the batch, or one text for several continuations.
+
+    Raises:
+        ValueError: a cache of another kind, or a row that does not exist.
+    """
+    if not isinstance(cache, DynamicCache):
+        raise ValueError(f"the cache is a {type(cache).__name__}, whose batch is fixed; select rows of a DynamicCache.")
+    tensors = [tensor for layer in cache.layers for tensor in _tensors(layer).values()]
+    size = len(tensors[0]) if tensors else 0
+    rows = torch.as_tensor(rows, dtype=torch.long)
+    if len(rows) and (rows.min() < 0 or rows.max() >= size):
+        raise ValueError(f"rows has {rows.min()} to {rows.max()}, but the cache has {size} rows, from 0 on.")
+    chosen = copy_cache(cache)
+    if tensors:
+        chosen.batch_select_indices(rows.to(tensors[0].device))
+    return chosen
+
+
+def save_cache(cache: Cache, path: str | Path) -> None:
+    """Write a cache that has read something to one safetensors file.
+
+    Raises:
+        ValueError: an empty cache, or a layer of a kind that has no file format here.
+    """
+    tensors, kinds = {}, []
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, (RecurrentLayer, DynamicLayer, StaticLayer)):
+            raise ValueError(f"layer {index} is a {type(layer).__name__}; save recurrent, dynamic or static layers.")
+        kinds.append("linear_attention" if isinstance(layer, RecurrentLayer) else "full_attention")
+        tensors |= {f"{index}.{name}": tensor.contiguous() for name, tensor in _tensors(layer).items()}
+    if not tensors:
+        raise ValueError("the cache is empty; save it after the model has read something.")
+    length = int(cache.get_seq_length())
+    save_file(tensors, path, metadata={"format": "pt", "tokens": str(length), "layer_types": " ".join(kinds)})
+
+
+def load_cache(path: str | Path, config, device: str | torch.device = "cpu") -> DynamicCache:
+    """The DynamicCache that `save_cache` wrote, for a model of this config.
+
+    Raises:
+        ValueError: a cache of another architecture.
+    """
+    cache = new_cache(config)
+    with safe_open(path, framework="pt", device=str(device)) as file:
+        metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    found = metadata.get("layer_types", "").split()
+    if found != list(config.layer_types):
+        raise ValueError(f"{path} holds a cache of layers {found}, but the model has {list(config.layer_types)}.")
+    state = (
+        config.linear_num_value_heads, config.second_key_dim, config.linear_key_head_dim, config.linear_value_head_dim
+    )  # fmt: skip
+    for index, layer in enumerate(cache.layers):
+        conv, recurrent, keys, values = (tensors.get(f"{index}.{name}") for name in TENSORS)
+        if not isinstance(layer, RecurrentLayer):
+            layer.update(keys, values)
+        elif tuple(recurrent.shape[1:]) != state:
+            raise ValueError(
+                f"{path} holds states {list(recurrent.shape[1:])}, but the model's are {list(state)} "
+                "(value heads, slices, key size, value size)."
+            )
+        else:
+            layer.write(conv, recurrent, int(metadata["tokens"]))
+    return cache
+
+
+def _tensors(layer) -> dict[str, torch.Tensor]:
+    """What a layer remembers, by name; rows first, keys and values without room for more."""
+    if isinstance(layer, RecurrentLayer):
+        found = {"conv": layer.conv_states[0], "recurrent": layer.recurrent_states[0]}
+    else:
+        end = int(layer.get_seq_length()) if isinstance(layer, StaticLayer) else None
+        found = {n: None if x is None else x[:, :, :end] for n, x in (("keys", layer.keys), ("values", layer.values))}
+    return {name: tensor for name, tensor in found.items() if tensor is not None and tensor.numel()}

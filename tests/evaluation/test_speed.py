@@ -1,0 +1,39 @@
+"""The speed benchmark at its smallest: the bytes it counts, and rows of every kind."""
+
+import json
+
+import pytest
+import torch
+
+from triadic.evaluation.speed import decoding_speed, measure, random_model
+from triadic.models import TriadicConfig, state_bytes
+
+FIELDS = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 16, "second_key_dim": 2, "output_gate_rank": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+def test_bytes(state):
+    config = TriadicConfig(**FIELDS, linear_state_dtype=state)
+    model = random_model(config, torch.device("cpu"), torch.bfloat16)
+    row = decoding_speed(model, 3, 10**6, 1e12, steps=5)
+    full = TriadicConfig(**{**FIELDS, "layer_types": ["full_attention"] * 2})
+    linear = TriadicConfig(**{**FIELDS, "layer_types": ["linear_attention"] * 2})
+    assert row["keys_values_gb"] == pytest.approx(3 * state_bytes(full, 10**6) / 2 / 1e9, rel=1e-6)
+    states = 2 * 3 * state_bytes(linear, 1, 4 if state == "float32" else 2) / 2 / 1e9
+    assert row["states_gb"] == pytest.approx(states, rel=1e-6)
+    assert row["tokens_per_s"] == pytest.approx(3e3 / row["ms_per_step"], rel=0.01)
+
+
+def test_result_file(tmp_path):
+    TriadicConfig(**FIELDS).save_pretrained(tmp_path / "tiny")
+    *_, result = measure(
+        [str(tmp_path / "tiny")], [1, 2], [30], [20], "float32", "float32", 6, "cpu", "benchmark_decoding.py"
+    )
+    assert {"commit", "date", "gpu", "gpu_count", "versions", "command", "copy_tbps", "rows"} <= result.keys()
+    assert [row["what"] for row in result["rows"]] == ["decode_model", "decode_model", "prefill_model"]
+    assert [row["B"] for row in result["rows"]] == [1, 2, 1]
+    json.dumps(result)
