@@ -138,23 +138,13 @@ def adopt(cache, config):
     """
     if not isinstance(cache, Cache):
         raise ValueError(f"the cache is a {type(cache).__name__} but must be a transformers Cache.")
-<<<<<<< HEAD
     recurrent = any(layer_type in RECURRENT for layer_type in config.layer_types)
-    if recurrent and (not isinstance(cache, DynamicCache) or cache.offloading):
-=======
-    if "linear_attention" in config.layer_types and (
-        not isinstance(cache, (DynamicCache, StaticCache)) or cache.offloading
-    ):
->>>>>>> main
+    if recurrent and (not isinstance(cache, (DynamicCache, StaticCache)) or cache.offloading):
         kind = "an offloaded cache" if cache.offloading else f"a {type(cache).__name__}"
         raise ValueError(f"{kind} cannot hold recurrent states: use a DynamicCache or StaticCache without offloading.")
     for index, layer_type in enumerate(config.layer_types):
         if index == len(cache.layers):
-<<<<<<< HEAD
-            cache.layers.append(RecurrentLayer() if layer_type in RECURRENT else DynamicLayer())
-=======
-            cache.layers.append(_recurrent(cache, config) if layer_type == "linear_attention" else DynamicLayer())
->>>>>>> main
+            cache.layers.append(_recurrent(cache, config) if layer_type in RECURRENT else DynamicLayer())
         layer = cache.layers[index]
         if layer_type not in RECURRENT or isinstance(layer, RecurrentLayer):
             continue
