@@ -30,6 +30,16 @@ def test_copies_are_independent(model, tokens, close):
     close(logits(model, ids[:, SPLIT:], kept), whole[:, SPLIT:])
 
 
+def test_a_text_read_with_gradients_on(model, tokens, close):
+    """As whoever forgets torch.no_grad() reads it."""
+    ids = tokens(2, LENGTH)
+    cache = new_cache(model.config)
+    model(ids[:, :SPLIT], use_cache=True, **{CACHE_NAME: cache})
+    whole = logits(model, ids, new_cache(model.config))
+    for copied in (copy_cache(cache), select_rows(cache, [0, 1])):
+        close(logits(model, ids[:, SPLIT:], copied), whole[:, SPLIT:])
+
+
 def test_rows_of_a_batch(model, tokens, close):
     """Row 1 twice, then row 0: three continuations; the cache itself stays as it is."""
     ids, more = tokens(2, SPLIT), tokens(3, 3, seed=4)
