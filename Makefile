@@ -34,6 +34,7 @@ help: ## what can be made
 env: $(INSTALLED) ## the environment alone
 
 $(VENV)/.installed: pyproject.toml
+	@echo "installing torch and the rest into $(VENV), once: minutes, mostly of downloads"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	pip install --quiet $(TORCH)
 	pip install --quiet --editable ".[eval,demo,dev]"
