@@ -26,7 +26,7 @@ EVAL_ARGS ?=
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-smoke recipes-smoke lint format test test-slow test-gpu clean
+.PHONY: help env demo demo-smoke recipes-smoke lint format test test-slow test-gpu bench clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -55,7 +55,7 @@ demo-smoke: ## the demo at its smallest: every step runs, nothing is learnt
 	    EVAL_ARGS="perplexity.max_windows=2 ruler.lengths=[512] ruler.samples=1 sample.max_new_tokens=8 \
 	        checks.min_gain_over_unigram=null checks.min_context_gain=null checks.min_word_share=null"
 
-recipes-smoke: $(INSTALLED) ## every recipe at its smallest: about half an hour on a CPU
+recipes-smoke: $(INSTALLED) ## every recipe at its smallest: a quarter of an hour on a CPU
 	recipes/smoke.sh
 
 lint: $(INSTALLED) ## style and import contracts
@@ -76,6 +76,10 @@ test-slow: $(INSTALLED) ## the tests that take minutes
 
 test-gpu: $(INSTALLED) ## the tests that need a CUDA device
 	pytest -m gpu
+
+bench: $(INSTALLED) ## the op against softmax attention and, where installed, fla and FlashQLA, on a CUDA device
+	python kernels/benchmarks/bench.py --shapes 4x8192 4x32768 1x65536 \
+	    --impl triadic fla flashqla sdpa_cudnn sdpa_flash --profile
 
 clean: ## remove the environment, prepared data and runs
 	rm -rf .venv data runs exports results

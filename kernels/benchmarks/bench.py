@@ -37,12 +37,10 @@ def inputs(B, T, H, D, E, dtype=torch.bfloat16):
     )
 
 
-def triadic(x, backend):
+def triadic(x, backend, segment_size=None):
     from triadic_kernels import chunk_triadic
 
-    q, k, v, *rest = x.values()
-    q2, k2, g, beta = rest
-    return chunk_triadic(q, k, v, q2=q2, k2=k2, g=g, beta=beta, backend=backend)[0]
+    return chunk_triadic(**x, backend=backend, segment_size=segment_size)[0]
 
 
 def fla(x, backend):
@@ -138,8 +136,11 @@ def measure(impl, B, T, E, which, a):
     backend = a.backend if impl == "triadic" else None
     row = dict(what="op", impl=impl, backend=backend, mixer="gdn", H=a.H, K=a.D, V=a.D, E=E, B=B, T=T)
     row["pass"] = which
-    x = inputs(B, T, a.H, a.D, E)
-    call = partial(PASSES[which], IMPLEMENTATIONS[impl], x, a.backend)
+    x, f = inputs(B, T, a.H, a.D, E), IMPLEMENTATIONS[impl]
+    if impl == "triadic" and a.segment_size:
+        row["segment_size"] = a.segment_size
+        f = partial(f, segment_size=a.segment_size)
+    call = partial(PASSES[which], f, x, a.backend)
     try:
         call()
     except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
@@ -178,6 +179,7 @@ def main():
     parser.add_argument("--passes", nargs="+", default=["fwd", "fwdbwd"], choices=list(PASSES))
     parser.add_argument("--impl", nargs="+", default=["triadic", "fla"], choices=list(IMPLEMENTATIONS))
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--segment-size", type=int, help="of chunk_triadic: less memory for more time")
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--commit", help="where the repository's history is not at hand")

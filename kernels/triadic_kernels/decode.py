@@ -12,10 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from . import launch
 from .launch import aligned, bound, current
 
-HEAD_DIMS = (16, 32, 64, 128, 256)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Bytes of a state entry -> rows of a head's state (padded E times K) -> columns and warps of a program; a warp holds
 # 2,048 or 4,096 entries in its registers, a row of a tile is a sector of memory where it fits.
 TILES = {
@@ -102,23 +101,10 @@ def recurrent_kernel(
         tl.store(ht + i_nh * (E * K * V) + p_s, s.to(ht.dtype.element_ty), mask=m_s)
 
 
-INTERPRETED = not isinstance(recurrent_kernel, triton.JITFunction)  # Triton's interpreter runs on the CPU
-
-
 def unsupported(p) -> str | None:
     if p.needs_grad:
         return "has no backward; use chunk_triadic or torch.no_grad()"
-    if p.device_type != "cuda" and not INTERPRETED:
-        return f"needs a CUDA device, the tensors are on {p.device_type}"
-    if p.device_type == "cuda" and p.capability < (8, 0):
-        return f"needs compute capability 8.0 or newer, this device has {p.capability[0]}.{p.capability[1]}"
-    if p.dtype not in DTYPES:
-        return f"takes bfloat16, float16 or float32, not {p.dtype}"
-    if p.K not in HEAD_DIMS or p.V not in HEAD_DIMS:
-        return f"takes head dims {HEAD_DIMS}, not K={p.K}, V={p.V}"
-    if p.E > 32:
-        return f"takes at most 32 slices, not E={p.E}"
-    return None
+    return launch.unsupported(p)
 
 
 @lru_cache(None)
@@ -148,8 +134,8 @@ def recurrent(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, ht=None):
         ht = q.new_empty((p.N, p.HV, p.E, p.K, p.V), dtype=state)
     columns, warps = tile(p.E, p.K, p.V, state.itemsize)
     types = state, ht is None, None if cu_seqlens is None else cu_seqlens.dtype
-    launch = step(p, q.device, columns, warps, p.T == 1, *types)
+    run = step(p, q.device, columns, warps, p.T == 1, *types)
     inputs = (aligned(x) for x in (q, k, v, q2, k2, g, beta, h0))
     with current(q.device):
-        launch((p.N * p.HV * (p.V // columns), 1, 1), *inputs, o, ht, aligned(cu_seqlens), p.scale, p.T)
+        run((p.N * p.HV * (p.V // columns), 1, 1), *inputs, o, ht, aligned(cu_seqlens), p.scale, p.T)
     return o, ht

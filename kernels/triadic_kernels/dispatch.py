@@ -18,6 +18,7 @@ to the given ht, which may be h0. Where p.needs_grad it is differentiable by pla
 
 import importlib
 import threading
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -105,7 +106,7 @@ def load(module: str):
     if module not in _loaded:
         try:
             _loaded[module] = importlib.import_module(f".{module}", __package__)
-        except ImportError as error:
+        except (ImportError, AttributeError) as error:  # missing, or another release than it was written for
             _loaded[module] = f"not installed ({error})"
     return _loaded[module]
 
@@ -132,6 +133,29 @@ def select(name: str, p: Problem, table: dict[str, str] = CHUNK):
     if reason is not None:
         raise ValueError(f"backend={name!r} cannot run this call: {reason}; backend='auto' takes the first that can.")
     return load(table[name])
+
+
+def run(name: str, p: Problem, method: str, *arguments):
+    """Call `method` of the back end that `select` gives.
+
+    Where that is "auto"'s choice and Triton cannot compile or start it, the next able one that keeps the same tensors
+    takes its place for good, and a warning says so.
+    """
+    module = select(name, p)
+    try:
+        return getattr(module, method)(p, *arguments)
+    except Exception as error:
+        if name != "auto" or not any(c.__module__.split(".")[0] == "triton" for c in type(error).__mro__):
+            raise
+        row = next(row for row, file in CHUNK.items() if _loaded.get(file) is module)
+        lines = str(error).strip().splitlines()
+        _loaded[CHUNK[row]] = f"does not compile here ({lines[-1] if lines else type(error).__name__})"
+        other = select(name, p)
+        if getattr(other, "saved_like", None) is not getattr(module, "saved_like", module):
+            _loaded[CHUNK[row]] = module
+            raise
+        warnings.warn(f"{row}: {_loaded[CHUNK[row]]}; a slower back end runs in its place.\n{report(p)}", stacklevel=2)
+        return getattr(other, method)(p, *arguments)
 
 
 def report(p: Problem, table: dict[str, str] = CHUNK) -> str:

@@ -13,6 +13,25 @@ from triton.runtime import driver
 
 from .dispatch import Problem
 
+HEAD_DIMS = (16, 32, 64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INTERPRETED = triton.knobs.runtime.interpret  # Triton's interpreter runs on the CPU
+
+
+def unsupported(p) -> str | None:
+    """Why the plain Triton kernels cannot run problem p, in one sentence; None if they can."""
+    if p.device_type != "cuda" and not INTERPRETED:
+        return f"needs a CUDA device, the tensors are on {p.device_type}"
+    if p.device_type == "cuda" and p.capability < (8, 0):
+        return f"needs compute capability 8.0 or newer, this device has {p.capability[0]}.{p.capability[1]}"
+    if p.dtype not in DTYPES:
+        return f"takes bfloat16, float16 or float32, not {p.dtype}"
+    if p.K not in HEAD_DIMS or p.V not in HEAD_DIMS:
+        return f"takes head dims {HEAD_DIMS}, not K={p.K}, V={p.V}"
+    if p.E > 32:
+        return f"takes at most 32 slices, not E={p.E}"
+    return None
+
 
 class Launcher:
     """A kernel with its constants on one device. The first launch goes through Triton's JIT, which takes 20 to 40 us to
@@ -38,7 +57,8 @@ class Launcher:
             run(*grid, stream, function, metadata, None, None, None, *arguments, *self.values)
 
     def first(self, grid, arguments):
-        kernel = self.kernel[grid](*arguments, **self.constants)
+        # a product and a sum in one instruction: Triton's default until 3.9, no longer from 3.10
+        kernel = self.kernel[grid](*arguments, enable_fp_fusion=True, **self.constants)
         if kernel is None:  # by Triton's interpreter
             return
         self.values = tuple(self.constants[name] for name in self.kernel.arg_names[len(arguments) :])

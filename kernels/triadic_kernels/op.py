@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .dispatch import CHUNK, RECURRENT, directly, load, plain, problem, report, select
+from .dispatch import CHUNK, RECURRENT, directly, load, plain, problem, report, run, select
 from .packing import check_cu_seqlens, check_cu_seqlens_metadata
 from .reference import l2norm
 from .segments import check_segment_size, in_segments
@@ -245,7 +245,7 @@ def _forward(
     _check_values(g, cu_seqlens, q.shape[1], check)
     p = problem(q, k, v, q2, g, beta, h0, cu_seqlens, scale=scale, delta_rule=delta_rule, output_final=output_final)
     with _full_precision(p.device_type):
-        o, ht, saved = select(backend, p).forward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep)
+        o, ht, saved = run(backend, p, "forward", q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep)
     return [o, *([ht] if output_final else []), *saved]
 
 
@@ -278,7 +278,7 @@ def _backward(
     """Gradients of those of q, k, v, q2, k2, g, beta, h0 that are given."""
     p = problem(q, k, v, q2, g, beta, h0, cu_seqlens, scale=scale, delta_rule=delta_rule, output_final=output_final)
     with _full_precision(p.device_type):
-        gradients = select(backend, p).backward(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht)
+        gradients = run(backend, p, "backward", q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht)
     return [x for x in gradients if x is not None]
 
 

@@ -9,19 +9,14 @@ these and share the rest.
 from typing import NamedTuple
 
 import torch
-import triton
 
 from . import chunks
 from .backward import reverse_kernel, state_gradients_kernel
 from .chunks import CHUNK as C
 from .forward import forward_kernel
-from .launch import aligned, bound, current, launch
+from .launch import aligned, bound, current, launch, unsupported  # noqa: F401 - the last is the back end's
 from .mask_gradients import mask_gradients_kernel
 from .masks import gates_kernel, masks_kernel
-
-HEAD_DIMS = (16, 32, 64, 128, 256)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)  # Triton's interpreter runs on the CPU
 
 
 class Tables(NamedTuple):
@@ -39,20 +34,6 @@ class Tables(NamedTuple):
     tab: torch.Tensor
     dec: torch.Tensor
     tp: torch.Tensor
-
-
-def unsupported(p) -> str | None:
-    if p.device_type != "cuda" and not INTERPRETED:
-        return f"needs a CUDA device, the tensors are on {p.device_type}"
-    if p.device_type == "cuda" and p.capability < (8, 0):
-        return f"needs compute capability 8.0 or newer, this device has {p.capability[0]}.{p.capability[1]}"
-    if p.dtype not in DTYPES:
-        return f"takes bfloat16, float16 or float32, not {p.dtype}"
-    if p.K not in HEAD_DIMS or p.V not in HEAD_DIMS:
-        return f"takes head dims {HEAD_DIMS}, not K={p.K}, V={p.V}"
-    if p.E > 32:
-        return f"takes at most 32 slices, not E={p.E}"
-    return None
 
 
 def padded(E: int) -> int:

@@ -1,5 +1,6 @@
 """The table of back ends: order, refusal, and what `explain` says."""
 
+import re
 import types
 
 import pytest
@@ -52,6 +53,53 @@ def test_no_back_end_left(table, inputs):
     with pytest.raises(
         ValueError, match=r"No back end can run this call:\na: it is Sunday\nb: not installed \(no module\)"
     ):
+        chunk_triadic(**inputs())
+
+
+class CompilationError(Exception):
+    """Stands for Triton's, by the package it comes from."""
+
+    __module__ = "triton.compiler.errors"
+
+
+def broken(saved_like):
+    def forward(*_):
+        raise CompilationError("at 12:3:\nname is gone")
+
+    return types.SimpleNamespace(unsupported=lambda p: None, forward=forward, saved_like=saved_like)
+
+
+def test_what_does_not_compile_gives_way_and_says_so_once(table, inputs, recwarn):
+    kept = object()
+    table(a=broken(kept), b=types.SimpleNamespace(**vars(fake(None, 1.0)), saved_like=kept))
+    x = inputs()
+    with torch.no_grad():
+        for _ in range(2):
+            assert (chunk_triadic(**x)[0] == 1.0).all()
+    message = r"a: does not compile here \(name is gone\); a slower back end runs in its place"
+    assert [bool(re.match(message, str(w.message))) for w in recwarn] == [True]
+    assert explain(**x).splitlines() == ["a: does not compile here (name is gone)", "b: selected"]
+
+
+@pytest.mark.parametrize(("name", "other"), [("a", True), ("auto", False)], ids=["named", "another kind of memory"])
+def test_what_does_not_compile_raises(name, other, table, inputs):
+    kept = object()
+    table(a=broken(kept), b=types.SimpleNamespace(**vars(fake(None, 1.0)), saved_like=kept if other else object()))
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(CompilationError, match="name is gone"):
+            chunk_triadic(**inputs(), backend=name)
+
+
+def test_other_errors_of_a_back_end_are_raised(table, inputs):
+    def forward(*_):
+        raise RuntimeError("out of memory")
+
+    kept = object()
+    table(
+        a=types.SimpleNamespace(unsupported=lambda p: None, forward=forward, saved_like=kept),
+        b=types.SimpleNamespace(**vars(fake(None, 1.0)), saved_like=kept),
+    )
+    with torch.no_grad(), pytest.raises(RuntimeError, match="out of memory"):
         chunk_triadic(**inputs())
 
 

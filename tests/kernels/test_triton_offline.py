@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ OFFLINE = Path(__file__).parents[2] / "kernels" / "benchmarks" / "offline.py"
 # kernel 5 is held to 128 by its sixteen warps.
 BUDGET = {"forward_kernel": 160, "reverse_kernel": 160, "state_gradients_kernel": 48, "mask_gradients_kernel": 400}
 ELSEWHERE = {"forward_kernel": 96, "reverse_kernel": 192, "state_gradients_kernel": 96, "mask_gradients_kernel": 96}
+if version("triton").startswith("3.6."):  # compute capability 10.0
+    ELSEWHERE |= {"forward_kernel": 168, "reverse_kernel": 232}
 
 
 def compiled(folder, *arguments):
