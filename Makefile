@@ -70,6 +70,7 @@ format: $(INSTALLED) ## rewrite what ruff can mend
 test: lint ## lint, import contracts, every test that needs neither minutes nor a GPU, the demo at its smallest
 	pytest -m "not slow and not gpu" --numprocesses $(TEST_PROCESSES) --dist loadfile
 	$(MAKE) demo-smoke
+	@echo "make test: everything passed"
 
 test-slow: $(INSTALLED) ## the tests that take minutes
 	pytest -m slow
