@@ -34,6 +34,7 @@ help: ## what can be made
 env: $(INSTALLED) ## the environment alone
 
 $(VENV)/.installed: pyproject.toml
+	@echo "installing torch and the rest into $(VENV), once: minutes, mostly of downloads"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	pip install --quiet $(TORCH)
 	pip install --quiet --editable ".[eval,demo,dev]"
@@ -69,6 +70,7 @@ format: $(INSTALLED) ## rewrite what ruff can mend
 test: lint ## lint, import contracts, every test that needs neither minutes nor a GPU, the demo at its smallest
 	pytest -m "not slow and not gpu" --numprocesses $(TEST_PROCESSES) --dist loadfile
 	$(MAKE) demo-smoke
+	@echo "make test: everything passed"
 
 test-slow: $(INSTALLED) ## the tests that take minutes
 	pytest -m slow

@@ -1,8 +1,8 @@
 """Pretrain, extend or resume: accelerate launch scripts/pretrain.py --config configs/train/demo.yaml [a.b=value ...]
 
 Exit code 0: finished, or stopped by SIGTERM or Ctrl-C after saving (RUN/final exists only once a run has finished; the
-same command resumes). 1: settings, data or folders that cannot be used, or training that had to stop; the last line
-says why.
+same command resumes). 1: settings, data or folders that cannot be used, or training that had to stop; the line
+`error: ...` says why (above the launcher's own report, if there is one).
 """
 
 import argparse

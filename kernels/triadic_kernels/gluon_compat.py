@@ -52,7 +52,9 @@ def to_bf16(x):
 
 @gluon.jit
 def to_bf16_again(x):
-    """The same value; .satfinite keeps ptxas from merging it with to_bf16 of the same x, whose copy would stay live."""
+    """The same value, but the largest number for infinity; .satfinite keeps ptxas from merging it with to_bf16 of the
+    same x, whose copy would stay live.
+    """
     return gl.inline_asm_elementwise(
         "cvt.rn.satfinite.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
     )

@@ -27,6 +27,8 @@ def unsupported(p) -> str | None:
         return f"takes bfloat16, not {p.dtype}"
     if (p.K, p.V) != (D, D):
         return f"takes head dims K = V = {D}, not K={p.K}, V={p.V}"
+    if p.B * p.T == 0:
+        return "takes at least one token"
     if p.E not in TILES:
         return f"takes {', '.join(map(str, TILES))} slices, not E={p.E}"
     return None

@@ -195,8 +195,9 @@ def mask_gradients_kernel(
             m, n, qk, kk = mma_wait(0, deps=[m, n, qk, kk])
         else:
             m, qk = mma_wait(0, deps=[m, qk])
-        m = gl.where(r >= s, scale * m, 0.0)
-        n = gl.where(r > s, -n, 0.0)
+        # rows beyond a short chunk are the next document's: its numbers may not be finite
+        m = gl.where((r >= s) & (r < rows), scale * m, 0.0)
+        n = gl.where((r > s) & (r < rows), -n, 0.0)
         barrier()
         if j == G - 1:  # the parts of kernel 5 arrive while the slices are summed
             mbarrier.expect(bar_parts, (2 if DELTA else 1) * C * K * 2)

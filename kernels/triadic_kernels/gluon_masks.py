@@ -2,7 +2,8 @@
 
 One program per (chunk, key head). R and R' are summed slice by slice in the registers of Q K^T and K K^T, with the
 exponent held at 0 above the diagonal, where these are zero. The inverse is made of products of whole [C, C] matrices
-whose factors are bfloat16 pairs (the number, and what rounding left of it): three products each, exact to about 2^-16.
+whose factors are bfloat16 pairs (the number, and what rounding left of it): three products each, exact to about 2^-16
+of the factors. (With keys all alike and beta near 2 the powers cancel, and 1e-2 of the inverse may be lost.)
 """
 
 from triton.experimental import gluon
@@ -147,8 +148,8 @@ def masks_kernel(
     if DELTA:
         kk = mma(k_s, k_s.permute([1, 0]), zero, use_acc=False, is_async=True)
     qk, kk = mma_wait(0, deps=[qk, kk])
-    qk = gl.where(r >= s, scale * qk, 0.0)
-    kk = gl.where(r > s, kk, 0.0)
+    qk = gl.where((r >= s) & (r < rows), scale * qk, 0.0)
+    kk = gl.where((r > s) & (r < rows), kk, 0.0)
     for j in range(HV // H):
         i_hc = (i_h * (HV // H) + j).to(gl.int64) * NC + i_c
         reinterpret(gc_s, gl.float32, [E, C], plain).store(gl.load(p_gc + i_hc * (EP * C) + o))

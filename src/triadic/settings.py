@@ -32,7 +32,7 @@ class SettingsError(ValueError):
 def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
     """Read the dataclass `cls` from a YAML file, with `a.b=value` overrides (values are YAML) applied on top.
 
-    Raises SettingsError if the file is missing or no mapping, a key is unknown (the nearest is named), a value has
+    Raises SettingsError if the file is missing or no mapping, a key is unknown (a near one is named), a value has
     the wrong type, a required key is absent, or the dataclass refuses the combination.
     """
     path = Path(path)
@@ -112,11 +112,9 @@ def _build(cls: type, tree: Any, where: str, prefix: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     for key in tree:
         if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.0)
-            raise SettingsError(
-                f"{where}: unknown key {prefix}{key}; did you mean {prefix}{near[0]}? "
-                f"(allowed here: {', '.join(fields)})"
-            )
+            near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.5)
+            guess = f"; did you mean {prefix}{near[0]}?" if near else ""
+            raise SettingsError(f"{where}: unknown key {prefix}{key}{guess} (allowed here: {', '.join(fields)})")
     values = {key: _convert(hints[key], value, where, prefix + key) for key, value in tree.items()}
     for name, field in fields.items():
         if name in values:

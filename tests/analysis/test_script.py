@@ -2,11 +2,15 @@
 
 import json
 import runpy
+import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from triadic.analysis import AnalysisConfig, analyse
 
 SCRIPT = str(Path(__file__).parents[2] / "scripts" / "analyse.py")
 SETTINGS = "window: 32\nwindows: 1\nrank_positions: [32]\ntail: 8\ncontexts: [4, 16]\ntail_documents: 2\n"
@@ -51,6 +55,16 @@ def test_models_stand_side_by_side_in_results_table_and_figure(run, folder, caps
     assert [r["context"] for r in results["rows"] if r["metric"] == "tail_loss"] == [4, 4]
     assert (folder / "out" / "figure.png").is_file()
     assert (folder / "out" / "table.md").read_text() in capsys.readouterr().out
+
+
+def test_a_stores_read_only_tokens_are_taken_without_a_warning(make_model):
+    documents = np.arange(120).reshape(2, 60) % 53
+    documents.setflags(write=False)
+    config = AnalysisConfig(window=32, windows=1, rank_positions=[], tail=8, contexts=[4], tail_documents=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows = analyse(make_model(), [60, 60], lambda i, start, stop: documents[i, start:stop], config)
+    assert {row["metric"] for row in rows} >= {"half_life", "tail_loss"}
 
 
 def test_a_model_outside_a_run_needs_its_text_named(run, folder):

@@ -139,6 +139,16 @@ def test_workers_change_no_byte(tmp_path, configure, plain, prepared):
     assert plain.files(again) == plain.files(prepared)
 
 
+@pytest.mark.parametrize(("documents", "warned"), [(1, False), (3, True)])
+def test_holding_out_most_of_the_text_is_remarked_on(documents, warned, tmp_path, configure, caplog):
+    (tmp_path / "text").mkdir()
+    for i in range(4):
+        (tmp_path / "text" / f"{i}.txt").write_text("a state of the union, " * 20)
+    files = {"files": [str(tmp_path / "text" / "*.txt")], "text_column": "text", "id_column": None}
+    prepare(configure(tmp_path / "out", **files, validation={"documents": documents}))
+    assert ("more text is held out" in caplog.text) == warned
+
+
 def test_finished_output_is_recognised_without_its_source(prepared, tmp_path, configure, plain, caplog):
     import shutil
 

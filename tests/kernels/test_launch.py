@@ -4,6 +4,7 @@ compilation. The driver is a stand-in that writes down what it is asked to start
 
 import importlib.util
 import itertools
+import random
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,9 @@ def test_a_profiler_sees_every_launch(started):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["triton", "gluon_hopper"])
 def test_back_ends_launch_again_what_triton_launched(backend, recorder, started, monkeypatch):
-    """The nine launches of an inference, a forward and a backward; then other lengths without any compilation."""
+    """The nine launches of an inference, a forward and a backward; then 50 other lengths without any
+    compilation.
+    """
     module = dispatch.load(dispatch.CHUNK[backend])
     p = SMALL._replace(K=128, V=128, E=2, capability=(9, 0)) if backend == "gluon_hopper" else SMALL
     offline.run_backend(module, p)
@@ -121,7 +124,8 @@ def test_back_ends_launch_again_what_triton_launched(backend, recorder, started,
     started.clear()
     offline.run_backend(module, p)
     assert_same_starts(first[3:], started[3:])
-    for change in (dict(T=1), dict(T=300), dict(B=3, N=3, T=65), dict(scale=2.0), dict(B=2, N=2)):
+    lengths = (dict(T=T) for T in random.Random(0).sample(range(2, 3000), 50))
+    for change in (dict(T=1), dict(B=3, N=3, T=65), dict(scale=2.0), dict(B=2, N=2), *lengths):
         offline.run_backend(module, p._replace(**change))
 
 

@@ -37,6 +37,7 @@ def rows(tolerance, *arguments, **environment):
         assert not wrong, row
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(("dtype", "state"), [("float32", "float32"), ("float16", "bfloat16")])
 def test_interpreted(dtype, state, tolerance):
     rows(tolerance, "small", "--dtypes", dtype, "--states", state, TRITON_INTERPRET="1")
@@ -60,6 +61,7 @@ def compiled(folder, *arguments):
     return found
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("architecture", ["80", "90", "100"])
 def test_compiled_it_never_spills_a_state(architecture, tmp_path):
     found = compiled(tmp_path, "--arch", architecture, "--state", "float32", "bfloat16", "--E", "8")
@@ -67,6 +69,7 @@ def test_compiled_it_never_spills_a_state(architecture, tmp_path):
     assert all(row["spill_bytes"] <= 16 for row in found), found  # a thread holds 256 bytes of the state or more
 
 
+@pytest.mark.triton
 @pytest.mark.slow
 @pytest.mark.parametrize(("K", "V"), [(16, 256), (64, 64), (128, 128), (256, 16), (256, 256)])
 def test_compiled_for_all_shapes(K, V, tmp_path):
@@ -75,6 +78,7 @@ def test_compiled_for_all_shapes(K, V, tmp_path):
     assert all(row["spill_bytes"] <= 64 for row in found), found
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

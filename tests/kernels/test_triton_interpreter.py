@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.triton
+
 PROGRAM = Path(__file__).with_name("triton_cases.py")
 
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 from triadic_kernels import chunks, dispatch
 
+pytestmark = pytest.mark.triton
+
 HOPPER = dispatch.Problem(
     B=2, T=65, H=2, HV=4, K=128, V=128, E=8, N=2, dtype=torch.bfloat16, device_type="cuda", capability=(9, 0),
     delta_rule=True, scale=0.1, has_q2=True, gate="slice", has_beta=True, has_initial=False, output_final=False,
@@ -91,6 +93,7 @@ def test_one_packed_batch_is_not_mistaken_for_another(kept, monkeypatch):
         ("gluon_hopper", dict(dtype=torch.float16), "bfloat16"),
         ("gluon_hopper", dict(K=64), "K=64"),
         ("gluon_hopper", dict(E=3), "E=3"),
+        ("gluon_hopper", dict(T=0), "at least one token"),
         ("triton", dict(E=3, K=64, V=256, dtype=torch.float32, capability=(8, 9)), None),
         ("triton", dict(capability=(7, 5)), "8.0"),
         ("triton", dict(dtype=torch.float64), "float64"),

@@ -72,7 +72,7 @@ def tokens():
 
 @pytest.fixture
 def cache_tensors():
-    """What a cache remembers of row `row`: per layer the states, or the keys and values of the real tokens."""
+    """What a cache remembers of row `row`: per layer its states, or the keys and values of the real tokens."""
 
     def read(outputs, row=0, real=None):
         cache = outputs["cache"] if "cache" in outputs else outputs["past_key_values"]
@@ -82,7 +82,8 @@ def cache_tensors():
                 keep = slice(None) if real is None else real
                 found += [layer.keys[row][:, keep], layer.values[row][:, keep]]
             else:
-                found += [layer.conv_states[0][row], layer.recurrent_states[0][row]]
+                states = (layer.conv_states[0], layer.recurrent_states[0])
+                found += [state[row] for state in states if state is not None]
         return found
 
     return read

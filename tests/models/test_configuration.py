@@ -6,6 +6,9 @@ import pytest
 from transformers import AutoConfig
 
 from triadic.models import TriadicConfig
+from triadic.models.cache import RECURRENT
+from triadic.models.configuration_triadic import LAYER_TYPES
+from triadic.models.mixers import MIXERS
 
 FULL, LINEAR = "full_attention", "linear_attention"
 
@@ -63,6 +66,10 @@ REFUSED = {
     "convolution": ({"linear_conv_kernel_dim": -1}, ("linear_conv_kernel_dim is -1",)),
     "positions": ({"position_embedding": "alibi"}, ("position_embedding is 'alibi'",)),
 }
+
+
+def test_layer_types_are_those_that_have_a_mixer():
+    assert set(LAYER_TYPES) == set(MIXERS) >= set(RECURRENT)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -4,8 +4,11 @@ import math
 
 import pytest
 import torch
+from torch import nn
+from transformers import initialization as init
 
 from triadic.models import TriadicConfig, TriadicForCausalLM
+from triadic.models.mixers import MIXERS, TriadicAttention
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +50,22 @@ def test_every_tensor(model):
             seen.add(name.split(".")[-1])
     assert seen == {"norm", "bias", "conv", "matrix", "A_log", "dt_bias"}
     assert model.model.embed_tokens.weight[0].any()  # the padding row is drawn like the others
+
+
+def test_a_new_mixer_draws_its_own_parameters(monkeypatch, make_config):
+    """Nothing else would: they are torch.empty until then."""
+
+    class Scaled(TriadicAttention):
+        def __init__(self, config, layer_idx):
+            super().__init__(config, layer_idx)
+            self.scale = nn.Parameter(torch.empty(5))
+
+        def reset_parameters(self):
+            init.constant_(self.scale, 0.75)
+
+    monkeypatch.setitem(MIXERS, "full_attention", Scaled)
+    for layer in TriadicForCausalLM(make_config("transformer")).model.layers:
+        assert layer.mixer.scale.tolist() == [0.75] * 5
 
 
 def kolmogorov(values, cdf):

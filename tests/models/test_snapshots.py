@@ -31,6 +31,16 @@ def test_copies_are_independent(model, tokens, close):
     close(logits(model, ids[:, SPLIT:], kept), whole[:, SPLIT:])
 
 
+def test_a_text_read_with_gradients_on(model, tokens, close):
+    """As whoever forgets torch.no_grad() reads it."""
+    ids = tokens(2, LENGTH)
+    cache = new_cache(model.config)
+    model(ids[:, :SPLIT], use_cache=True, **{CACHE_NAME: cache})
+    whole = logits(model, ids, new_cache(model.config))
+    for copied in (copy_cache(cache), select_rows(cache, [0, 1])):
+        close(logits(model, ids[:, SPLIT:], copied), whole[:, SPLIT:])
+
+
 def test_rows_of_a_batch(model, tokens, close):
     """Row 1 twice, then row 0: three continuations; the cache itself stays as it is."""
     ids, more = tokens(2, SPLIT), tokens(3, 3, seed=4)
@@ -150,15 +160,6 @@ def test_states_follow_the_config_that_loads_them(make_model, make_config, token
         save_cache(cache, path)
         loaded = load_cache(path, make_config("gdn", linear_state_dtype=read))
         assert {layer.recurrent_states[0].dtype for layer in loaded.layers} == {getattr(torch, read)}
-
-
-def test_copies_of_what_autograd_made(model, tokens, close):
-    """A text read without torch.no_grad()."""
-    ids = tokens(2, LENGTH)
-    cache = new_cache(model.config)
-    model(ids[:, :SPLIT], use_cache=True, **{CACHE_NAME: cache})
-    for copied in (copy_cache(cache), select_rows(cache, [0, 1])):
-        close(logits(model, ids[:, SPLIT:], copied), logits(model, ids, None)[:, SPLIT:])
 
 
 def test_a_prompt_is_not_kept(make_model, tokens):

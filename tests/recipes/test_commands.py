@@ -1,6 +1,7 @@
-"""Every command of every recipe: files exist, settings load, and what it reads was made by a command before it."""
+"""Every command of README and recipes: files exist, settings load, what it reads was made by a command before it."""
 
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,8 @@ RECIPES = sorted(path.parent for path in (ROOT / "recipes").glob("*/expected.jso
 SCALES = ("paper", "small", "smoke")
 SCRIPTS = [recipe / f"{scale}.sh" for recipe in RECIPES for scale in SCALES]
 NAMES = [f"{script.parent.name}/{script.stem}" for script in SCRIPTS]
+
+BY_HAND = (["data/small_text/*.jsonl"], ["my/*.txt"])  # see scales/small/text.sh; the reader's own
 
 
 def split(call):
@@ -41,7 +44,7 @@ def overrides(arguments):
 def check_prepare(arguments, processes, made):
     config = settings.load(DataConfig, ROOT / option(arguments, "--config"), overrides(arguments))
     if config.source is not None and config.source.files and config.source.package is None:
-        assert config.source.files == ["data/small_text/*.jsonl"]  # made by hand, see scales/small/text.sh
+        assert config.source.files in BY_HAND
     for part in config.mixture.parts.values() if config.mixture else []:
         assert part.store is None or part.store in made
     made |= {f"{config.output}/train", f"{config.output}/validation", f"{config.output}/tokenizer"}
@@ -103,6 +106,32 @@ def test_each_command_can_run(script, calls):
     assert commands[-1][0] == "recipes/collect.py"
     assert commands[-1][1][0] == f"recipes/{script.parent.name}"
     assert option(commands[-1][1], "--scale") == script.stem
+
+
+def readme_commands():
+    """The programs of README's shell blocks in their order, each a list of words; pip and make are left out."""
+    shell = "".join(re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL))
+    for line in shell.splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["scripts/eval.sh"]:
+            suite = words.index("--suite") + 1
+            words = [
+                "python",
+                "scripts/evaluate.py",
+                *words[1:suite],
+                f"configs/eval/{words[suite]}.yaml",
+                *words[suite + 1 :],
+            ]
+        if words[:1] in (["python"], ["accelerate"]):
+            yield words
+
+
+def test_the_readme_can_be_followed_from_top_to_bottom():
+    made, programs = set(), []
+    for program, arguments, processes in map(split, readme_commands()):
+        CHECKS[program](arguments, processes, made)
+        programs.append(program)
+    assert set(programs) >= {"scripts/prepare_data.py", "scripts/pretrain.py", "scripts/evaluate.py"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)

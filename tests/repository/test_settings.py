@@ -67,6 +67,7 @@ def test_dump_and_load_agree(write, tmp_path):
         ("name: a\nlearning_rat: 1", [], "unknown key learning_rat; did you mean learning_rate?"),
         ("name: a\nschedule: {warmup: 1}", [], "unknown key schedule.warmup; did you mean schedule.warmup_steps?"),
         ("name: a", ["schedule.knd=linear"], "unknown key schedule.knd; did you mean schedule.kind?"),
+        ("name: a", ["schedule.lr=1"], "unknown key schedule.lr (allowed here: warmup_steps, kind)"),
         ("{}", [], "the key name is required"),
         ("name: 3", [], "name must be text, not a whole number (3)"),
         ("name: a\nlearning_rate: fast", [], "learning_rate must be a number, not text ('fast')"),

@@ -29,6 +29,8 @@ def read(path: Path) -> str | None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     source, output = map(Path, sys.argv[1:])
     for package in sorted(folder for folder in source.iterdir() if folder.is_dir()):
         count = 0

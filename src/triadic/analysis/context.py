@@ -41,7 +41,7 @@ def tail_loss(
         losses = []
         for index in documents:
             stop = lengths[index]
-            ids = torch.as_tensor(read(index, stop - tail - context, stop), dtype=torch.int64).to(model.device)
+            ids = torch.tensor(read(index, stop - tail - context, stop), dtype=torch.int64).to(model.device)
             losses.append(_last_losses(model, ids, tail))
         se = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else None
         rows.append(

@@ -44,7 +44,7 @@ def analyse(
 
     def windows() -> Iterator[torch.Tensor]:
         for index in choose(lengths, config.window, config.windows):
-            ids = torch.as_tensor(read(index, 0, config.window), dtype=torch.int64)
+            ids = torch.tensor(read(index, 0, config.window), dtype=torch.int64)  # a copy: stores are read-only
             yield ids[None].to(model.device)  # [1, T]
 
     rows = []

@@ -61,10 +61,11 @@ def prepare(config: DataConfig) -> Path:
             except ValueError:
                 _withdraw(output)
                 raise
-    for split in ("train", "validation"):
-        if (output / split).is_dir():
-            store = open_store(output / split)
-            log.info("%s: %s tokens in %s documents", store.path, f"{store.num_tokens:,}", f"{store.num_documents:,}")
+    stores = [open_store(output / split) for split in ("train", "validation") if (output / split).is_dir()]
+    for store in stores:
+        log.info("%s: %s tokens in %s documents", store.path, f"{store.num_tokens:,}", f"{store.num_documents:,}")
+    if len(stores) == 2 and stores[1].num_tokens > stores[0].num_tokens:
+        log.warning("more text is held out than there is for training; lower what source.validation holds out")
     return output
 
 

@@ -116,5 +116,5 @@ def _module(part: str) -> Any:
         return importlib.import_module(PARTS[part])
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"the part {part} needs {error.name}, which is not installed: pip install 'triadic[eval]'"
+            f"the part {part} needs {error.name}, which is not installed: pip install -e '.[eval]' in the repository"
         ) from error

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 # transformers 5.18 and later call the cache `cache`, before that `past_key_values`, in arguments and outputs alike.
 CACHE_NAME = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+RECURRENT = ("linear_attention",)  # layer types that remember a RecurrentLayer; the others, keys and values
 
 
 class RecurrentLayer(LinearAttentionLayer, CacheLayerMixin):
@@ -136,7 +137,7 @@ def _own(tensor):
 
 
 def adopt(cache, config):
-    """Give every linear-attention layer of `cache` a RecurrentLayer (in place) and return the cache.
+    """Give every recurrent layer of `cache` a RecurrentLayer (in place) and return the cache.
 
     Args:
         cache: a transformers `DynamicCache`, made with or without the model's config; an empty one may lack layers. Or
@@ -147,9 +148,8 @@ def adopt(cache, config):
     """
     if not isinstance(cache, Cache):
         raise ValueError(f"the cache is a {type(cache).__name__} but must be a transformers Cache.")
-    if "linear_attention" in config.layer_types and (
-        not isinstance(cache, (DynamicCache, StaticCache)) or cache.offloading
-    ):
+    recurrent = any(layer_type in RECURRENT for layer_type in config.layer_types)
+    if recurrent and (not isinstance(cache, (DynamicCache, StaticCache)) or cache.offloading):
         kind = "an offloaded cache" if cache.offloading else f"a {type(cache).__name__}"
         raise ValueError(f"{kind} cannot hold recurrent states: use a DynamicCache or StaticCache without offloading.")
     count, given = len(config.layer_types), len(cache.layers)
@@ -157,9 +157,9 @@ def adopt(cache, config):
         raise ValueError(f"the cache has {given} layers, but the model has {count}: it is another model's.")
     for index, layer_type in enumerate(config.layer_types):
         if index == len(cache.layers):
-            cache.layers.append(_recurrent(cache, config) if layer_type == "linear_attention" else DynamicLayer())
+            cache.layers.append(_recurrent(cache, config) if layer_type in RECURRENT else DynamicLayer())
         layer = cache.layers[index]
-        if layer_type == "linear_attention" and not isinstance(layer, RecurrentLayer):
+        if layer_type in RECURRENT and not isinstance(layer, RecurrentLayer):
             if getattr(layer, "is_initialized", False) or any(getattr(layer, "has_previous_state", {}).values()):
                 raise ValueError(f"layer {index} of the cache holds another model's {type(layer).__name__}.")
             cache.layers[index] = _recurrent(cache, config)
@@ -180,6 +180,8 @@ def _check_layer(layer, index, layer_type, config):
             config.linear_value_head_dim, max(config.linear_conv_kernel_dim - 1, 0),
         )  # fmt: skip
         names = "value heads, slices, key size, value size, convolution inputs"
+    elif layer_type in RECURRENT:
+        return
     elif isinstance(layer, LinearAttentionLayer) and not isinstance(layer, (DynamicLayer, StaticLayer)):
         raise ValueError(f"layer {index} of the cache holds another model's {type(layer).__name__}.")
     else:

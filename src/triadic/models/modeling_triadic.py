@@ -12,12 +12,12 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from .cache import CACHE_NAME, adopt, check_rows, new_cache, one_cache, refuse_read_prompt
+from .cache import CACHE_NAME, RECURRENT, adopt, check_rows, new_cache, one_cache, refuse_read_prompt
 from .configuration_triadic import TriadicConfig
 from .layers import ShortConvolution, TriadicMLP, TriadicRMSNorm
 from .layout import document_positions, find_layout
 from .losses import IGNORE_INDEX, LanguageModelHead, shift
-from .mixers import MIXERS, TriadicAttention, TriadicLinearAttention, position_embeddings
+from .mixers import MIXERS, TriadicAttention, position_embeddings
 
 
 class TriadicDecoderLayer(GradientCheckpointingLayer):
@@ -55,7 +55,7 @@ class TriadicPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module):
         super()._init_weights(module)  # matrices N(0, initializer_range), biases 0, norms 1
-        if isinstance(module, (TriadicLinearAttention, ShortConvolution)):
+        if isinstance(module, (*MIXERS.values(), ShortConvolution)):
             module.reset_parameters()
 
 

@@ -2,12 +2,12 @@
 
 Read a long document once, answer many questions:
 
-    model(document, use_cache=True, past_key_values=cache)
+    model(document, cache=cache)
     for question in questions:
-        model.generate(torch.cat([document, question], 1), past_key_values=copy_cache(cache))
+        model.generate(torch.cat([document, question], 1), cache=copy_cache(cache))
 
-or all at once, `select_rows(cache, [0] * len(questions))`. A snapshot of a recurrent layer has one size, whatever the
-length of the text.
+or all at once, `select_rows(cache, [0] * len(questions))`. Before transformers 5.18 the argument is `past_key_values`.
+A snapshot of a recurrent layer has one size, whatever the length of the text.
 """
 
 import copy
@@ -25,13 +25,15 @@ TENSORS = ("conv", "recurrent", "keys", "values")
 
 
 def copy_cache(cache: Cache) -> Cache:
-    """The same memory in tensors of its own: neither notices what the other reads next."""
+    """The same memory in tensors of its own, without gradients: neither notices what the other reads next."""
     if not isinstance(cache, Cache):
         raise ValueError(f"the cache is a {type(cache).__name__} but must be a transformers Cache.")
-    held = [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, torch.Tensor)]
-    held += [t for layer in cache.layers if isinstance(layer, RecurrentLayer) for t in _tensors(layer).values()]
-    # copies that autograd did not make: deepcopy refuses those it did
-    return copy.deepcopy(cache, {id(t): t.detach().clone() for t in held if not t.is_leaf})
+    made = {}  # deepcopy refuses tensors that a graph made, as they are after reading without torch.no_grad()
+    for layer in cache.layers:
+        recurrent = isinstance(layer, RecurrentLayer)
+        held = (layer.conv_states[0], layer.recurrent_states[0]) if recurrent else (layer.keys, layer.values)
+        made |= {id(x): x.detach().clone() for x in held if x is not None and x.grad_fn is not None}
+    return copy.deepcopy(cache, made)
 
 
 def select_rows(cache: Cache, rows: Sequence[int] | torch.Tensor) -> Cache:
