@@ -110,7 +110,7 @@ class TriadicModel(TriadicPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE_NAME: cache})
 
     def _refuse_mask(self, dimensions):
-        if "linear_attention" in self.config.layer_types:
+        if set(RECURRENT) & set(self.config.layer_types):
             raise ValueError(
                 f"attention_mask has {dimensions} dimensions, but linear attention takes [B, past + T] alone."
             )
