@@ -17,6 +17,7 @@ if __name__ == "__main__":
     parser.add_argument("--max_new_tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
     parser.add_argument("--top_p", type=float, default=0.95)
+    parser.add_argument("--top_k", type=int, default=50, help="0: all tokens")
     parser.add_argument("--seed", type=int, default=0)
     args = vars(parser.parse_args())
     try:

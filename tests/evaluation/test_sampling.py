@@ -37,11 +37,14 @@ def test_sampling_follows_the_seed(loaded):
     assert write(1) != write(2)
 
 
-def test_temperature_and_top_p_reach_the_model(loaded):
-    """A tiny nucleus leaves the likeliest token only."""
+def test_temperature_top_p_and_top_k_reach_the_model(loaded):
+    """A tiny nucleus, or one token to choose from, leaves the likeliest only; by default transformers' 50 are left."""
     settings = {"prompt": "ka", "max_new_tokens": 8}
     greedy = sampling.complete(loaded.model, loaded.tokenizer, temperature=0, **settings).text
     assert sampling.complete(loaded.model, loaded.tokenizer, top_p=1e-6, seed=5, **settings).text == greedy
+    assert (
+        sampling.complete(loaded.model, loaded.tokenizer, top_k=1, temperature=5.0, seed=5, **settings).text == greedy
+    )
     assert sampling.complete(loaded.model, loaded.tokenizer, temperature=1e-4, seed=5, **settings).text == greedy
     assert sampling.complete(loaded.model, loaded.tokenizer, temperature=5.0, seed=5, **settings).text != greedy
 
@@ -76,8 +79,8 @@ def test_words_of_a_store(data, texts, tokenizer):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 2.0}]
+    "wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 2.0}, {"top_k": -1}]
 )
 def test_values_that_cannot_be_sampled_with(loaded, wrong):
-    with pytest.raises(ValueError, match=r"temperature must be >= 0 and top_p in \(0, 1\]"):
+    with pytest.raises(ValueError, match=r"temperature must be >= 0, top_p in \(0, 1\] and top_k >= 0"):
         sampling.complete(loaded.model, loaded.tokenizer, "ka", max_new_tokens=2, **wrong)

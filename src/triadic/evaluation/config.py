@@ -97,10 +97,12 @@ class WikitextConfig:
         _positive(self, "documents_per_step")
 
 
-def check_sampling(temperature: float, top_p: float) -> None:
-    """Raise ValueError for a temperature or top_p that cannot be sampled with."""
-    if not 0 <= temperature < math.inf or not 0 < top_p <= 1:
-        raise ValueError(f"temperature must be >= 0 and top_p in (0, 1], not {temperature} and {top_p}")
+def check_sampling(temperature: float, top_p: float, top_k: int) -> None:
+    """Raise ValueError for settings that cannot be sampled with."""
+    if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or top_k < 0:
+        raise ValueError(
+            f"temperature must be >= 0, top_p in (0, 1] and top_k >= 0, not {temperature}, {top_p} and {top_k}"
+        )
 
 
 @dataclass(frozen=True)
@@ -111,11 +113,12 @@ class SampleConfig:
     max_new_tokens: int = 200
     temperature: float = 0.8  # 0: greedy
     top_p: float = 0.95
+    top_k: int = 50  # 0: all tokens
     seed: int = 0
 
     def __post_init__(self):
         _positive(self, "max_new_tokens")
-        check_sampling(self.temperature, self.top_p)
+        check_sampling(self.temperature, self.top_p, self.top_k)
 
 
 @dataclass(frozen=True)

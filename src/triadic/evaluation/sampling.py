@@ -66,19 +66,20 @@ def complete(
     max_new_tokens: int = 200,
     temperature: float = 0.8,
     top_p: float = 0.95,
+    top_k: int = 50,
     seed: int = 0,
     on_text: Callable[[str], Any] = lambda text: None,
 ) -> Completion:
     """Continue `prompt` (after a BOS) until EOS or max_new_tokens; `on_text` gets each piece as it is finished.
 
-    temperature 0 is greedy. Raises ValueError for an empty prompt if the tokenizer has no BOS to begin with, and for
+    temperature 0 is greedy, top_k 0 leaves all tokens. Raises ValueError for an empty prompt if the tokenizer has no BOS to begin with, and for
     values that cannot be sampled with.
     """
-    check_sampling(temperature, top_p)
+    check_sampling(temperature, top_p, top_k)
     ids = prompt_ids(tokenizer, prompt)
     choose = {"do_sample": temperature > 0}
     if temperature > 0:
-        choose |= {"temperature": temperature, "top_p": top_p}
+        choose |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     stream = _Stream(tokenizer, on_text)
     inputs = torch.tensor([ids], device=model.device)
     torch.manual_seed(seed)
@@ -119,6 +120,7 @@ def measure(context: "Context", config: SampleConfig) -> list[dict[str, Any]]:
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
             top_p=config.top_p,
+            top_k=config.top_k,
             seed=config.seed + number,
         )
         known, total = count_words(made.text, corpus)
