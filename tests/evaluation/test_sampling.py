@@ -38,7 +38,7 @@ def test_sampling_follows_the_seed(loaded):
 
 
 def test_temperature_top_p_and_top_k_reach_the_model(loaded):
-    """A tiny nucleus, or one token to choose from, leaves the likeliest only; by default transformers' 50 are left."""
+    """A tiny nucleus, or one token to choose from, leaves the likeliest only."""
     settings = {"prompt": "ka", "max_new_tokens": 8}
     greedy = sampling.complete(loaded.model, loaded.tokenizer, temperature=0, **settings).text
     assert sampling.complete(loaded.model, loaded.tokenizer, top_p=1e-6, seed=5, **settings).text == greedy
