@@ -72,8 +72,8 @@ def complete(
 ) -> Completion:
     """Continue `prompt` (after a BOS) until EOS or max_new_tokens; `on_text` gets each piece as it is finished.
 
-    temperature 0 is greedy, top_k 0 leaves all tokens. Raises ValueError for an empty prompt if the tokenizer has no BOS to begin with, and for
-    values that cannot be sampled with.
+    temperature 0 is greedy, top_k 0 leaves all tokens. Raises ValueError for an empty prompt if the tokenizer has no
+    BOS to begin with, and for values that cannot be sampled with.
     """
     check_sampling(temperature, top_p, top_k)
     ids = prompt_ids(tokenizer, prompt)
