@@ -39,7 +39,8 @@ class TriadicLinearAttention(nn.Module):
     log decay g_e = -exp(A_e) softplus(W_a,e u + b_e); beta = sigmoid(W_b u); y = W_o (RMSNorm(o) * gate(u)).
     `in_proj_qkv` holds the rows of q, k, v, q', k' in this order, `in_proj_gates` those of decay, beta and the
     output gate's low-rank half; with n = num_householder writes a token, k, v, k' and beta have n rows for each of a
-    head, one after another (see householder.py). q', k', decay and beta are float32 at least; A_log and dt_bias stay float32.
+    head, one after another (see householder.py). q', k', decay and beta are float32 at least; A_log and dt_bias stay
+    float32.
     """
 
     def __init__(self, config, layer_idx):
