@@ -90,8 +90,8 @@ class TriadicConfig(PreTrainedConfig):
         second_key_activation: activation of q' and k' (before their L2 norm).
         tie_second_key: k' = k and q' = q, which needs second_key_dim = linear_key_head_dim.
         decay_gate: one forget gate per "slice" of a head, one per "head", or "none".
-        num_householder [n]: writes of a token, each with its own k, v, k' and beta (Gated DeltaProduct, arXiv 2502.10297);
-            the state decays before the first, the query reads after the last.
+        num_householder [n]: writes of a token, each with its own k, v, k' and beta; the state decays before the first,
+            the query reads after the last (Gated DeltaProduct, arXiv 2502.10297).
         write_gate: whether a token's write is scaled by beta = sigmoid(.) in (0, 1).
         allow_neg_eigval: beta in (0, 2).
         linear_state_dtype: "float32" | "bfloat16", what a cache keeps states in; bfloat16 halves the memory, and the
