@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -22,8 +23,8 @@ FLA = "gated_deltanet"  # the model_type of flash-linear-attention's class
 FAMILY_NAMES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # multimodal: their text model
 
 
-def load_public(folder: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A checkpoint's folder (config.json, *.safetensors) as a model of ours with E = 1, on the CPU.
+def load_any(folder: str | Path, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, bool]:
+    """The model in a folder (config.json, *.safetensors) and whether it had to be converted (then E = 1); on the CPU.
 
     Raises ValueError for a model_type that cannot be converted, settings that our mixer does not have, and weights
     that are missing, unknown or of another shape.
@@ -31,15 +32,22 @@ def load_public(folder: str | Path, dtype: torch.dtype = torch.float32) -> PreTr
     folder = Path(folder)
     config = json.loads((folder / "config.json").read_text())
     kind = config.get("model_type")
+    if kind == TriadicConfig.model_type or kind in (family.config.model_type for family in FAMILIES.values()):
+        return load_weights(AutoModelForCausalLM, folder, dtype=dtype), False
     if kind == FLA:
-        weights = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            weights |= load_file(file)
-        return convert_fla(config, {name: weight.to(dtype) for name, weight in weights.items()})
+        return convert_fla(config, {name: weight.to(dtype) for name, weight in _read(folder).items()}), True
     if FAMILY_NAMES.get(kind, kind) in FAMILIES:
-        return convert_family(load_weights(AutoModelForCausalLM, folder, dtype=dtype))
-    known = ", ".join(sorted({FLA, *FAMILIES, *FAMILY_NAMES}))
-    raise ValueError(f"{folder} holds a model of type {kind!r}; those that can be converted are {known}")
+        return convert_family(load_weights(AutoModelForCausalLM, folder, dtype=dtype)), True
+    known = ", ".join(sorted({TriadicConfig.model_type, FLA, *FAMILIES, *FAMILY_NAMES}))
+    raise ValueError(f"{folder} holds a model of type {kind!r}; those that are read are {known}")
+
+
+def _read(folder: Path) -> dict[str, torch.Tensor]:
+    try:
+        files = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
+    except SafetensorError as error:
+        raise ValueError(f"the weights in {folder} cannot be read: {error}") from None
+    return {name: weight for weights in files for name, weight in weights.items()}
 
 
 @torch.no_grad()
@@ -230,4 +238,4 @@ def _fill(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> None:
     model.tie_weights()
 
 
-__all__ = ["convert_family", "convert_fla", "fla_config", "load_public"]
+__all__ = ["convert_family", "convert_fla", "fla_config", "load_any"]

@@ -34,8 +34,8 @@ OUTPUT_NORM_EPS = {"olmo_hybrid": 1e-5}  # where it is not the config's rms_norm
 class InPlaceMixer(TriadicLinearAttention):
     """TriadicLinearAttention, called as transformers' GatedDeltaNet layers are: hidden states [B, T, D] to [B, T, D].
 
-    attention_mask [B, T] is zero at padding; documents of one row are packed by cu_seq_lens_q [N + 1]. The cache (before
-    transformers 5.18 cache_params) gets recurrent layers of ours.
+    attention_mask [B, T] is zero at padding; documents of one row are packed by cu_seq_lens_q [N + 1]. The cache, or
+    cache_params before transformers 5.18, gets recurrent layers of ours.
     """
 
     def forward(

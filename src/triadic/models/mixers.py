@@ -18,6 +18,7 @@ from triadic_kernels.op import chunk_triadic
 from triadic_kernels.recurrent import recurrent_triadic
 
 from .attention import attend
+from .householder import read_last, spread_writes
 from .layers import ShortConvolution, TriadicRMSNorm, at_least_fp32, l2_normalize, rotary_cos_sin, rotate
 
 ACTIVATIONS = {
@@ -37,7 +38,9 @@ class TriadicLinearAttention(nn.Module):
     q, k, v = act(conv(W u)), q', k' = act'(conv(W' u)), all keys and queries L2-normalised;
     log decay g_e = -exp(A_e) softplus(W_a,e u + b_e); beta = sigmoid(W_b u); y = W_o (RMSNorm(o) * gate(u)).
     `in_proj_qkv` holds the rows of q, k, v, q', k' in this order, `in_proj_gates` those of decay, beta and the
-    output gate's low-rank half. q', k', decay and beta are float32 at least; A_log and dt_bias stay float32.
+    output gate's low-rank half; with n = num_householder writes a token, k, v, k' and beta have n rows for each of a
+    head, one after another (see householder.py). q', k', decay and beta are float32 at least; A_log and dt_bias stay
+    float32.
     """
 
     def __init__(self, config, layer_idx):
@@ -46,11 +49,12 @@ class TriadicLinearAttention(nn.Module):
         heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
         slices = config.second_key_dim if config.has_second_projections else 0
         key_size, value_size = heads * config.linear_key_head_dim, value_heads * config.linear_value_head_dim
+        writes = config.num_householder
         num_decays = {"slice": value_heads * config.second_key_dim, "head": value_heads, "none": 0}[config.decay_gate]
         gated = config.output_gate_activation != "none"
         rank = config.output_gate_rank if gated and config.output_gate_rank else 0
-        self.qkv_sizes = [key_size, key_size, value_size, heads * slices, heads * slices]
-        self.gate_sizes = [num_decays, value_heads if config.write_gate else 0, rank]
+        self.qkv_sizes = [key_size, writes * key_size, writes * value_size, heads * slices, writes * heads * slices]
+        self.gate_sizes = [num_decays, writes * value_heads if config.write_gate else 0, rank]
 
         self.in_proj_qkv = nn.Linear(config.hidden_size, sum(self.qkv_sizes), bias=False)
         if config.linear_conv_kernel_dim:
@@ -79,7 +83,9 @@ class TriadicLinearAttention(nn.Module):
         x = layout.gather(hidden_states)  # [B, T, D]
         q, k, v, q2, k2, conv_state = self.keys_and_values(x, conv_state, memory is not None, layout.cu_seqlens)
         g, beta, gate = self.gates(x)
-        settings = {"delta_rule": self.config.linear_mixer == "gdn", "cu_seqlens": layout.cu_seqlens}
+        writes = self.config.num_householder
+        q, k, v, q2, k2, g, beta = spread_writes(writes, q, k, v, q2, k2, g, beta)
+        settings = {"delta_rule": self.config.linear_mixer == "gdn", "cu_seqlens": layout.bounds(writes)}
         if hidden_states.shape[1] == 1 or (memory is not None and hidden_states.shape[1] <= FEW):
             op = recurrent_triadic
             settings["inplace_state"] = state is not None and memory.in_place and not torch.is_grad_enabled()
@@ -99,32 +105,39 @@ class TriadicLinearAttention(nn.Module):
         )  # [B, T, HV, V], [N, HV, E, K, V]
         if memory is not None:
             memory.write(conv_state, state, layout.longest() if layout.packed else hidden_states.shape[1])
-        o = self.o_norm(o)
+        o = self.o_norm(read_last(writes, o))
         if gate is not None:
             o = o * ACTIVATIONS[self.config.output_gate_activation](gate).view_as(o)
         return layout.scatter(self.o_proj(o.flatten(2)), like=hidden_states), None
 
     def keys_and_values(self, x, conv_state, output_state, cu_seqlens):
-        """q, k [B,T,H,K], v [B,T,HV,V], q', k' [B,T,H,E] (None: they are 1) and the next convolution state."""
+        """q, k [B,T,H,K], v [B,T,HV,V], q', k' [B,T,H,E] (None: they are 1) and the next convolution state.
+
+        With n writes a token k, v and k' have n times the heads, those of a head one after another.
+        """
         config = self.config
         x = self.in_proj_qkv(x)
         if config.linear_conv_kernel_dim:
             x, conv_state = self.conv1d(x, conv_state, output_state, cu_seqlens)
         q, k, v, q2, k2 = x.split(self.qkv_sizes, dim=-1)
         activation, norm = ACTIVATIONS[config.linear_activation], l2_normalize if config.linear_qk_norm else _same
-        q, k = (norm(_heads(at_least_fp32(activation(t)), config.linear_num_key_heads)) for t in (q, k))
+        heads = config.linear_num_key_heads, config.num_householder * config.linear_num_key_heads
+        q, k = (norm(_heads(at_least_fp32(activation(t)), h)) for t, h in zip((q, k), heads, strict=True))
         if config.tie_second_key:
             q2, k2 = q, k
         elif config.has_second_projections:
             activation = ACTIVATIONS[config.second_key_activation]
-            q2, k2 = (norm(_heads(activation(at_least_fp32(t)), config.linear_num_key_heads)) for t in (q2, k2))
+            q2, k2 = (norm(_heads(activation(at_least_fp32(t)), h)) for t, h in zip((q2, k2), heads, strict=True))
         else:
             q2 = k2 = None
-        v = _heads(ACTIVATIONS[config.linear_activation](v), config.linear_num_value_heads)
+        v = _heads(ACTIVATIONS[config.linear_activation](v), config.num_householder * config.linear_num_value_heads)
         return q.to(v.dtype), k.to(v.dtype), v, q2, k2, conv_state
 
     def gates(self, x):
-        """Log decay [B,T,HV,E] or [B,T,HV], write strength [B,T,HV], output gate's logits; each None if absent."""
+        """Log decay [B,T,HV,E] or [B,T,HV], write strength [B,T,HV], output gate's logits; each None if absent.
+
+        With n writes a token the strength is [B,T,HV,n].
+        """
         config = self.config
         g = beta = None
         if sum(self.gate_sizes):
@@ -134,6 +147,7 @@ class TriadicLinearAttention(nn.Module):
             g = _heads(g, config.linear_num_value_heads) if config.decay_gate == "slice" else g
         if self.gate_sizes[1]:
             beta = torch.sigmoid(at_least_fp32(write)) * (2.0 if config.allow_neg_eigval else 1.0)
+            beta = beta if config.num_householder == 1 else _heads(beta, config.linear_num_value_heads)
         if config.output_gate_activation == "none":
             return g, beta, None
         return g, beta, self.g_proj(low_rank if self.gate_sizes[2] else x)
@@ -147,7 +161,7 @@ class TriadicLinearAttention(nn.Module):
     def forward_flops(config, context_length):
         """Products with the state: K S (delta rule only), Q S and K^T U, 2 E K V each; work inside chunks is extra."""
         products = 3 if config.linear_mixer == "gdn" else 2
-        return products * 2 * TriadicLinearAttention.state_entries(config, context_length)
+        return config.num_householder * products * 2 * TriadicLinearAttention.state_entries(config, context_length)
 
 
 class TriadicAttention(nn.Module):

@@ -36,7 +36,7 @@ class Widening:
 
 @torch.no_grad()
 def upcycle(model: PreTrainedModel, second_key_dim: int, *, start: Start = "normal", seed: int = 0) -> PreTrainedModel:
-    """A new model with `second_key_dim` slices that begins as `model` (left unchanged), same class and dtype, on the CPU.
+    """A new model with `second_key_dim` slices that begins as `model` (left unchanged): same class, dtype; on the CPU.
 
     Args:
         second_key_dim: a multiple of the model's, larger than it.

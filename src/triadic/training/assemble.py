@@ -1,5 +1,6 @@
 """What a run is made of, from its settings. A misfit is a ValueError, raised before anything is written."""
 
+import copy
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ from transformers import (
 from triadic.data import Windows, check_tokenizer, collate, open_store, step_indices, tokenizer_hash
 from triadic.models import TriadicConfig, loading
 from triadic.models.loading import load_weights, one_line
+from triadic.models.upcycling import upcycle
 from triadic.training import checkpoint, optim, parallel, run_folder
-from triadic.training.config import TrainConfig
+from triadic.training.config import ModelSettings, TrainConfig
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -86,7 +88,7 @@ def assemble(config: TrainConfig) -> Run:
 
 
 def load_model_config(config: TrainConfig) -> PreTrainedConfig:
-    """The architecture: a Hugging Face JSON, with the RoPE base and the context length of this run."""
+    """The architecture: a Hugging Face JSON, with the slices, RoPE base and context length of this run."""
     source, rope_theta = config.model.config, config.model.rope_theta
     if not Path(source).exists():
         raise ValueError(f"model.config {source} does not exist; name a file of configs/model/ or a model folder")
@@ -99,6 +101,10 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
             f"model.config {source} is a {model_config.model_type} model, only {TriadicConfig.model_type} models are "
             "trained here; name a file of configs/model/ or a folder of such a model"
         )
+    if config.model.second_key_dim is not None:
+        if config.model.init_from is None:
+            raise ValueError("model.second_key_dim grows the state of model.init_from, which is not set; set that too")
+        model_config.second_key_dim = config.model.second_key_dim
     if rope_theta is not None:
         if not model_config.rope_parameters or "full_attention" not in model_config.layer_types:
             raise ValueError(f"model.rope_theta is set but {source} has no layer with rotary positions; remove it")
@@ -149,7 +155,7 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig, fresh: bool
     torch.manual_seed(config.run.seed)
     chosen = {"attn_implementation": options.attn_implementation} if options.attn_implementation else {}
     if fresh and options.init_from:
-        model = _from_weights(options.init_from, model_config, chosen)
+        model = _from_weights(options, config.run.seed, model_config, chosen)
     else:
         try:
             model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, **chosen)
@@ -166,10 +172,15 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig, fresh: bool
     return model.train()
 
 
-def _from_weights(source: str, model_config: PreTrainedConfig, chosen: dict) -> PreTrainedModel:
+def _from_weights(options: ModelSettings, seed: int, model_config: PreTrainedConfig, chosen: dict) -> PreTrainedModel:
+    """model.init_from in the architecture of this run; with model.second_key_dim its state is enlarged to that."""
+    grow, own = options.second_key_dim is not None, copy.deepcopy(model_config)
     try:
-        return load_weights(AutoModelForCausalLM, source, config=model_config, dtype=torch.float32, **chosen)
-    except ValueError as error:
+        if grow:
+            own.second_key_dim = AutoConfig.from_pretrained(options.init_from).second_key_dim
+        model = load_weights(AutoModelForCausalLM, options.init_from, config=own, dtype=torch.float32, **chosen)
+        return upcycle(model, model_config.second_key_dim, seed=seed) if grow else model
+    except (ValueError, OSError) as error:
         raise ValueError(f"model.init_from: {error}") from error
 
 

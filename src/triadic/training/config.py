@@ -11,6 +11,7 @@ class ModelSettings:
     config: str  # Hugging Face JSON (configs/model/*.json) or a folder with a config.json
     tokenizer: str | None = None  # tokenizer folder; null: the folder tokenizer/ beside data.train
     init_from: str | None = None  # Hugging Face folder or hub id: start from its weights, with a new optimizer
+    second_key_dim: int | None = None  # grow the state of init_from to this E, a multiple of its own (models.upcycling)
     rope_theta: float | None = None  # another RoPE base than the config's, for training at a longer context
     attn_implementation: str | None = None  # of softmax layers: null (sdpa), eager, flex_attention, flash_attention_2
     gradient_checkpointing: bool = False  # recompute each block in the backward
@@ -143,6 +144,7 @@ _POSITIVE = (
     "optimizer.eps",
     "optimizer.clip_norm",
     "schedule.decay_steps",
+    "model.second_key_dim",
     "model.rope_theta",
     "run.steps",
     "run.log_every",
