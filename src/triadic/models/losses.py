@@ -21,16 +21,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         size = tokens_per_chunk(weight)
         for start in range(0, hidden.shape[0], size):
             x, label = hidden[start : start + size].to(dtype), labels[start : start + size]
-            logits = (x @ w.T).to(total.dtype)  # [C, V]
-            losses, log_partition = _losses(logits, label)
-            total = total + losses.sum()
+            log_probabilities = F.log_softmax((x @ w.T).to(total.dtype), -1)  # [C, V]
+            total = total + F.nll_loss(log_probabilities, label, ignore_index=IGNORE_INDEX, reduction="none").sum()
             if not (need_hidden or need_weight):
                 continue
-            # d loss / d logits = softmax - onehot, zero on ignored rows
-            kept = label != IGNORE_INDEX
-            logits = torch.exp(logits - log_partition[:, None])
-            logits = logits.scatter_add(1, label.where(kept, 0)[:, None], -torch.ones_like(losses)[:, None])
-            logits = (logits * kept[:, None]).to(dtype)
+            # d loss / d logits = softmax - onehot, zero on ignored rows; made in place, for fresh memory costs time
+            kept = (label != IGNORE_INDEX)[:, None]
+            logits = log_probabilities.exp_()
+            logits.scatter_add_(1, label[:, None].where(kept, 0), logits.new_full(kept.shape, -1.0)).mul_(kept)
+            logits = logits.to(dtype)
             if need_hidden:
                 grad_hidden[start : start + size] = logits @ w
             if need_weight:
@@ -45,14 +44,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = None if grad_hidden is None else grad_hidden * grad_total.to(grad_hidden.dtype)
         grad_weight = None if grad_weight is None else (grad_weight * grad_total).to(ctx.weight_dtype)
         return grad_hidden, grad_weight, None, None
-
-
-def _losses(logits, labels):
-    """Negative log-likelihoods [C] (0 where ignored) and log partition functions [C] of logits [C, V]."""
-    log_partition = logits.logsumexp(-1)
-    kept = labels != IGNORE_INDEX
-    target = logits.gather(1, labels.where(kept, 0)[:, None])[:, 0]
-    return (log_partition - target) * kept, log_partition
 
 
 def tokens_per_chunk(weight):
@@ -97,7 +88,7 @@ class LanguageModelHead(nn.Linear):
     def _token_losses(self, hidden, labels):
         weight, size = self.weight.to(hidden.dtype), tokens_per_chunk(self.weight)
         losses = [
-            _losses(F.linear(x, weight).float(), label)[0]
+            F.cross_entropy(F.linear(x, weight).float(), label, ignore_index=IGNORE_INDEX, reduction="none")
             for x, label in zip(hidden.split(size), labels.split(size), strict=True)
         ]
         return torch.cat(losses)
