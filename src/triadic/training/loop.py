@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import gather_object
 
 from triadic.data import collate, step_indices
-from triadic.training import checkpoint, metrics, optim, parallel
+from triadic.training import checkpoint, engines, metrics, optim, parallel
 from triadic.training.assemble import Run, assemble, micro_batches
 from triadic.training.config import TrainConfig
 
@@ -88,7 +88,8 @@ def _train(run: Run, batches: Iterator[dict], report: metrics.Reporter, signals:
 
 
 def train_step(run: Run, batches: list[dict]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forward and backward of this rank's micro-batches of one step; leaves clipped gradients in the model.
+    """Forward and backward of this rank's micro-batches of one step; leaves clipped gradients in the model (ZeRO has
+    taken its step with them, if they are finite).
 
     Every scored token of the step weighs the same, whichever micro-batch and rank it falls to: a micro-batch's loss is
     its sum of token losses / (scored tokens of the step over all ranks / ranks), and the mean over ranks that gradients
@@ -97,18 +98,16 @@ def train_step(run: Run, batches: list[dict]) -> tuple[torch.Tensor, torch.Tenso
     Returns the micro-batches' losses [accumulation], whose sum is the step's loss after a mean over ranks, and the
     gradient norm before clipping.
     """
-    accelerator = run.accelerator
+    accelerator, engine = run.accelerator, engines.of(run.accelerator)
     scored = sum(int((batch["shift_labels"] != IGNORED).sum()) for batch in batches)
     share = (parallel.total(accelerator, scored)[0] / accelerator.num_processes).float()
     losses = []
     for i, batch in enumerate(batches):
-        with parallel.synchronised(accelerator, run.model, last=i == len(batches) - 1):
+        with engine.micro_batch(accelerator, run.model, i == len(batches) - 1):
             loss = run.model(**to_device(batch, accelerator.device), num_items_in_batch=share, use_cache=False).loss
-            accelerator.backward(loss)
+            engine.backward(accelerator, run.model, loss)
         losses.append(loss.detach())
-    limit = run.config.optimizer.clip_norm
-    grad_norm = accelerator.clip_grad_norm_(run.model.parameters(), math.inf if limit is None else limit)
-    return torch.stack(losses), grad_norm
+    return torch.stack(losses), engine.clip(accelerator, run.model, run.config.optimizer.clip_norm)
 
 
 @torch.no_grad()
@@ -122,7 +121,7 @@ def validate(run: Run) -> dict:
     for first in range(0, len(mine), size):
         batch = collate([run.validation[position] for position in mine[first : first + size]])
         scored += int((batch["shift_labels"] != IGNORED).sum())
-        with accelerator.autocast():
+        with engines.autocast(accelerator, run.config.run.precision):
             nats += run.bare.token_losses(**to_device(batch, accelerator.device)).cpu().double().sum()
     run.model.train()
     nats, scored = parallel.total(accelerator, nats, scored).tolist()
