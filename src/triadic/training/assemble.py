@@ -20,7 +20,7 @@ from transformers import (
 from triadic.data import Windows, check_tokenizer, collate, open_store, step_indices, tokenizer_hash
 from triadic.models import TriadicConfig, loading
 from triadic.models.loading import load_weights, one_line
-from triadic.training import checkpoint, engines, optim, parallel, run_folder
+from triadic.training import background, checkpoint, engines, optim, parallel, run_folder
 from triadic.training.config import TrainConfig
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -40,6 +40,7 @@ class Run:
     accumulation: int  # micro-batches of one step
     progress: checkpoint.Progress
     claim: run_folder.Claim
+    writer: background.Writer  # of checkpoints
     notes: list[str]  # what to say before the first step
 
     @property
@@ -83,7 +84,18 @@ def assemble(config: TrainConfig) -> Run:
     notes = [f"checkpoint {path} is damaged ({wrong}) and set aside" for path, wrong in damaged.items()]
     notes += opening(config, accelerator, accumulation, windows, model_config, found)
     return Run(
-        config, accelerator, tokenizer, windows, validation, model, optimizer, accumulation, progress, claim, notes
+        config=config,
+        accelerator=accelerator,
+        tokenizer=tokenizer,
+        windows=windows,
+        validation=validation,
+        model=model,
+        optimizer=optimizer,
+        accumulation=accumulation,
+        progress=progress,
+        claim=claim,
+        writer=background.Writer(accelerator),
+        notes=notes,
     )
 
 

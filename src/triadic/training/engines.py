@@ -33,7 +33,7 @@ class Engine:
     micro_batch: Callable[[Accelerator, nn.Module, bool], AbstractContextManager]
     # (accelerator, model, loss): gradients, summed over the step's micro-batches and averaged over ranks
     backward: Callable[[Accelerator, nn.Module, torch.Tensor], None]
-    # (accelerator, model, limit) -> norm before clipping; ZeRO takes the step at once, or none if the norm is not finite
+    # (accelerator, model, limit) -> norm before clipping; ZeRO takes its step too, unless the norm is not finite
     clip: Callable[[Accelerator, nn.Module, float | None], torch.Tensor]
     # (parameter) -> the whole float32 master weight
     weight: Callable[[nn.Parameter], torch.Tensor]

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import gather_object
 
 from triadic.data import collate, step_indices
-from triadic.training import checkpoint, engines, metrics, optim, parallel
+from triadic.training import background, checkpoint, engines, metrics, optim, parallel
 from triadic.training.assemble import Run, assemble, micro_batches
 from triadic.training.config import TrainConfig
 
@@ -40,9 +40,10 @@ def train(config: TrainConfig) -> Outcome:
         with (
             parallel.StopSignals() as signals,
             metrics.Reporter(run.accelerator, config, run.progress.step) as report,
+            background.Watch(run.accelerator, config.parallel.stall_seconds) as watch,
             closing(micro_batches(run)) as batches,  # ends the reader processes whatever happens
         ):
-            return _train(run, batches, report, signals)
+            return _train(run, batches, report, watch, signals)
     except RuntimeError as error:  # torch raises it in the middle of whatever the trainer is doing
         if "DataLoader worker" not in str(error):
             raise
@@ -51,10 +52,17 @@ def train(config: TrainConfig) -> Outcome:
             "data.prefetch_batches; checkpoints are untouched and the same command resumes from the newest"
         ) from error
     finally:
+        run.writer.close()
         run.claim.release()
 
 
-def _train(run: Run, batches: Iterator[dict], report: metrics.Reporter, signals: parallel.StopSignals) -> Outcome:
+def _train(
+    run: Run,
+    batches: Iterator[dict],
+    report: metrics.Reporter,
+    watch: background.Watch,
+    signals: parallel.StopSignals,
+) -> Outcome:
     options, progress = run.config.run, run.progress
     meter = metrics.Meter(run.accelerator, run.config, run.bare.config)
     for message in (*run.notes, meter.note):
@@ -63,9 +71,15 @@ def _train(run: Run, batches: Iterator[dict], report: metrics.Reporter, signals:
     while progress.step < options.steps and not stopping:
         lr = optim.learning_rate(progress.step, run.config)
         optim.set_learning_rate(run.optimizer, lr)
-        losses, grad_norm = train_step(run, list(islice(batches, run.accumulation)))
-        loss, stops = parallel.total(run.accelerator, losses.sum(), signals.received is not None).tolist()
+        watch.at(progress.step, "reading data")
+        step_batches = list(islice(batches, run.accumulation))
+        watch.at(progress.step, "computing")
+        losses, grad_norm = train_step(run, step_batches)
+        flags = (signals.received is not None, run.writer.failed)
+        loss, stops, failures = parallel.total(run.accelerator, losses.sum(), *flags).tolist()
         loss, grad_norm, stopping = loss / run.accelerator.num_processes, grad_norm.item(), stops > 0
+        if failures:
+            run.writer.wait()  # raises on every rank
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if finite:
             run.optimizer.step()
@@ -74,6 +88,7 @@ def _train(run: Run, batches: Iterator[dict], report: metrics.Reporter, signals:
         run.optimizer.zero_grad()
         progress.step += 1
         report.advance()
+        report.saved(run.writer.finished())
         meter.step()
 
         step, finished = progress.step, progress.step == options.steps
@@ -81,9 +96,12 @@ def _train(run: Run, batches: Iterator[dict], report: metrics.Reporter, signals:
             report.record(training_row(run, loss, lr, grad_norm) | meter.lap(options.steps - step))
         with meter.paused():
             if step % options.validate_every == 0 or finished:
+                watch.at(step - 1, "validating")
                 report.record(validate(run))
             if step % options.save_every == 0 or step in options.milestones or finished or stopping:
+                watch.at(step - 1, "saving")
                 save(run, report)
+    report.saved(run.writer.wait())
     return finish(run, report, signals)
 
 
@@ -144,7 +162,9 @@ def training_row(run: Run, loss: float, lr: float, grad_norm: float) -> dict:
 
 
 def save(run: Run, report: metrics.Reporter) -> None:
-    """Write a checkpoint of this moment, then remove the ones that are no longer kept, then redraw the plot."""
+    """Copy this moment to the memory of rank 0, which writes it as a checkpoint while training goes on, and then
+    removes the ones that are no longer kept. Waits for the checkpoint before, if that is still being written."""
+    report.saved(run.writer.wait())
     snapshot = checkpoint.take(run.accelerator, run.model, run.optimizer, run.progress)
 
     def write() -> str:
@@ -152,7 +172,7 @@ def save(run: Run, report: metrics.Reporter) -> None:
         checkpoint.prune(run.checkpoints, run.config.run.keep_last, run.config.run.milestones)
         return str(path)
 
-    report.say(f"saved {parallel.on_main(run.accelerator, write)}")
+    run.writer.start(write)
     report.plot()
 
 

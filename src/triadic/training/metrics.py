@@ -131,6 +131,10 @@ class Reporter:
             self.bar.write(message)
             sys.stdout.flush()
 
+    def saved(self, path: str | None) -> None:
+        """Say that a checkpoint is complete."""
+        self.say(f"saved {path}" if path else "")
+
     def advance(self) -> None:
         self.bar.update()
 

@@ -34,7 +34,6 @@ NOT_DEEPSPEEDS = {
     "torch_autocast": "run.precision",
     "gradient_clipping": "optimizer.clip_norm",
     "gradient_accumulation_steps": "batch.*",
-    "train_batch_size": "batch.*",
     "train_micro_batch_size_per_gpu": "batch.*",
 }
 
@@ -53,6 +52,7 @@ def start(config: TrainConfig) -> Accelerator:
             )
     # torch 2.13 has a new name for it, which accelerate cannot pass on
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+    warnings.filterwarnings("ignore", "`torch.distributed.*` is deprecated", FutureWarning)  # what DeepSpeed calls
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # transformers would leave other ranks' weights empty
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     accelerator = Accelerator(
@@ -65,7 +65,7 @@ def start(config: TrainConfig) -> Accelerator:
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             InitProcessGroupKwargs(
                 backend="gloo" if "LOCAL_RANK" in os.environ and not torch.cuda.is_available() else None,
-                timeout=timedelta(seconds=config.parallel.stall_seconds),
+                timeout=timedelta(seconds=2 * config.parallel.stall_seconds),  # background.Watch says more, earlier
             ),
         ],
         step_scheduler_with_optimizer=False,
@@ -81,25 +81,26 @@ def _settle_deepspeed(plugin, config: TrainConfig) -> None:
     """Fill the launcher's DeepSpeed settings from the run's. Raises ValueError where they would decide what the run
     decides, or ask for what is not supported."""
     file = plugin.deepspeed_config
-    for key, ours in NOT_DEEPSPEEDS.items():
+    ours = {
+        "train_micro_batch_size_per_gpu": config.batch.micro_batch_windows,
+        "gradient_accumulation_steps": 1,  # the loop says which micro-batch is the last
+        "gradient_clipping": config.optimizer.clip_norm or 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # the same AdamW everywhere, offloaded or not
+    }
+    for key, setting in NOT_DEEPSPEEDS.items():
         value = file.get(key)
         if isinstance(value, dict) and "enabled" in value:
             value = value["enabled"]
-        if value not in (None, "auto", False) and not (key == "gradient_accumulation_steps" and value == 1):
-            raise ValueError(f"the DeepSpeed settings have {key}, which {ours} decides; remove it from them")
+        if value not in (None, "auto", False, ours.get(key)):
+            raise ValueError(f"the DeepSpeed settings have {key}, which {setting} decides; remove it from them")
     zero = file.get("zero_optimization", {})
     for part in ("offload_optimizer", "offload_param"):
         if (zero.get(part) or {}).get("device") == "nvme":
             raise ValueError(f"zero_optimization.{part}.device nvme is not supported, only cpu and none")
-    file.update(
-        train_micro_batch_size_per_gpu=config.batch.micro_batch_windows,
-        gradient_accumulation_steps=1,  # the loop says which micro-batch is the last
-        gradient_clipping=config.optimizer.clip_norm or 0.0,
-        zero_allow_untested_optimizer=True,
-        zero_force_ds_cpu_optimizer=False,  # the same AdamW everywhere, offloaded or not
-    )
-    for key in ("train_batch_size", *(key for key, value in file.items() if value == "auto")):
-        file.pop(key, None)
+    for key in [key for key, value in file.items() if value == "auto"]:
+        del file[key]
+    file.update(ours)
     # The model is made whole on the CPU, so that every engine starts from the same weights, and split afterwards.
     plugin.zero3_init_flag = False
     plugin.dschf = None
