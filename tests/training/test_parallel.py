@@ -25,6 +25,8 @@ TORCHRUN = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         (TORCHRUN, (2, "ddp"), (2, "ddp")),
         ({"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}, (1, "single"), (None, None)),
         ({"ACCELERATE_USE_DEEPSPEED": "false"}, (1, "single"), (None, None)),
+        (TORCHRUN | {"ACCELERATE_USE_DEEPSPEED": "true"}, (2, "zero3"), (2, "zero3")),
+        (TORCHRUN | {"ACCELERATE_USE_FSDP": "true"}, (2, "fsdp2"), (None, "fsdp2")),
     ],
 )
 def test_sound_launches_pass(environment, found, asked):
@@ -42,7 +44,10 @@ def test_sound_launches_pass(environment, found, asked):
             (None, None),
             "remove ACCELERATE_USE_CPU, which turns Deep",
         ),
-        ({}, (8, "FSDP"), (None, None), "the engine FSDP is not supported, only ddp and single"),
+        ({"ACCELERATE_USE_FSDP": "true"}, (2, "ddp"), (None, None), "was asked for FSDP and this process runs the"),
+        ({}, (8, "fsdp1"), (None, None), "the engine fsdp1 is not supported, only single, ddp, fsdp2, zero1, zero2"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, (8, "zero0"), (None, None), "the engine zero0 is not supported, only"),
+        ({}, (8, "zero2"), (None, "zero3"), "parallel.engine asks for zero3 but the launcher started zero2"),
         ({}, (1, "single"), (8, None), "parallel.processes asks for 8 but the launcher started 1; change either"),
         (TORCHRUN, (2, "ddp"), (None, "single"), "parallel.engine asks for single but the launcher started ddp"),
     ],
