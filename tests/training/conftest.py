@@ -1,9 +1,11 @@
 """A tiny real world for training: text -> prepared store -> settings; in-process runs start from a clean accelerate."""
 
+import contextlib
 import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # engine -> what accelerate launch needs to start it on a CPU, in its environment and on its command line
 ON_CPU = {"ACCELERATE_USE_CPU": "true"}
 LAUNCHERS = {
+    "single": (ON_CPU, []),
     "ddp": (ON_CPU, ["--multi_gpu"]),
     "fsdp2": (ON_CPU, ["--use_fsdp", "--fsdp_version", "2"]),
     **{f"zero{stage}": ({}, ["--use_deepspeed", "--zero_stage", str(stage)]) for stage in (1, 2, 3)},
@@ -168,3 +171,27 @@ def launched(settings_file):
         return result.stdout + result.stderr
 
     return run
+
+
+@pytest.fixture
+def started(settings_file, tmp_path):
+    """started(engine, processes, script, "a.b=value", ...) -> a running launcher, alone in its process group; what it
+    and its processes print is appended to tmp_path / "output"."""
+    running = []
+
+    def start(engine: str, processes: int, script: str, *overrides: str) -> subprocess.Popen:
+        command, variables = launch_command(
+            engine, script, "--config", str(settings_file), *overrides, processes=processes
+        )
+        if engine == "single":
+            command = [sys.executable, str(ROOT / script), "--config", str(settings_file), *overrides]
+        with open(tmp_path / "output", "a") as output:
+            options = {"cwd": ROOT, "env": variables, "stdout": output, "stderr": output, "start_new_session": True}
+            running.append(subprocess.Popen(command, **options))
+        return running[-1]
+
+    yield start
+    for process in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

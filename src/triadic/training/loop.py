@@ -64,7 +64,7 @@ def _train(
     signals: parallel.StopSignals,
 ) -> Outcome:
     options, progress = run.config.run, run.progress
-    meter = metrics.Meter(run.accelerator, run.config, run.bare.config)
+    meter, spikes = metrics.Meter(run.accelerator, run.config, run.bare.config), metrics.Spikes()
     for message in (*run.notes, meter.note):
         report.say(message)
     stopping = False
@@ -83,6 +83,7 @@ def _train(
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if finite:
             run.optimizer.step()
+            report_spike(run, report, spikes.look(loss))
         else:
             skip_or_raise(run, report, losses, loss, grad_norm)
         run.optimizer.zero_grad()
@@ -208,6 +209,13 @@ def skip_or_raise(run: Run, report: metrics.Reporter, losses: torch.Tensor, loss
         f"not finite{limit}: step {step + 1}: {what}; nothing was saved, checkpoints are from steps before; lower "
         "optimizer.learning_rate, or set run.on_nonfinite=skip to leave such steps out"
     )
+
+
+def report_spike(run: Run, report: metrics.Reporter, what: str) -> None:
+    """Say which windows and documents a step had whose loss stands out."""
+    if what and run.accelerator.is_main_process:
+        per_step, step = run.config.windows_per_step, run.progress.step
+        report.say(f"step {step + 1}: {what}, {identify(run, [list(range(step * per_step, (step + 1) * per_step))])}")
 
 
 def identify(run: Run, micro_batches: list[list[int]]) -> str:
