@@ -56,6 +56,7 @@ def test_an_engine_takes_over_one_process_saves_the_same_bytes_and_trains_on(
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
 def test_twenty_steps_equal_those_of_one_process(engine, launched, configure, rows, tmp_path):
     overrides = ("run.steps=20", "batch.micro_batch_windows=2", "data.mask_boundary_targets=true")
+    overrides += ("run.validation_windows=5",)  # two batches for one rank, one for the other
     alone = configure(*overrides, f"run.output_dir={tmp_path}/alone")
     train(alone)
     launched(engine, *overrides, f"parallel.engine={engine}")

@@ -137,11 +137,15 @@ def validate(run: Run) -> dict:
     mine = range(accelerator.process_index, count, accelerator.num_processes)
     nats, scored = 0.0, 0
     run.model.eval()
-    for first in range(0, len(mine), size):
-        batch = collate([run.validation[position] for position in mine[first : first + size]])
-        scored += int((batch["shift_labels"] != IGNORED).sum())
+    for first in range(0, math.ceil(count / accelerator.num_processes), size):
+        positions = mine[first : first + size]
+        # a rank without windows left runs the model too: the others may need its part of the weights
+        batch = collate([run.validation[position] for position in positions or [0]])
         with engines.autocast(accelerator, run.config.run.precision):
-            nats += run.bare.token_losses(**to_device(batch, accelerator.device)).cpu().double().sum()
+            losses = run.bare.token_losses(**to_device(batch, accelerator.device))
+        if positions:
+            scored += int((batch["shift_labels"] != IGNORED).sum())
+            nats += losses.cpu().double().sum()
     run.model.train()
     nats, scored = parallel.total(accelerator, nats, scored).tolist()
     return position_row(run) | {"val_loss": nats / scored, "val_tokens": int(scored)}
