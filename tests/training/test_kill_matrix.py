@@ -1,9 +1,8 @@
 """Killed twenty times, at any moment and in the middle of saves, under one engine or several: the same training."""
 
+import contextlib
 import json
-import os
 import random
-import signal
 import time
 from pathlib import Path
 
@@ -54,7 +53,9 @@ def kill(process, began: float, run: Path, draw: random.Random) -> str:
     if kind == "one" and workers:
         draw.choice(workers).kill()  # the launcher ends the others
     else:
-        os.killpg(process.pid, signal.SIGKILL)
+        for victim in (process, *workers):  # the launcher first: it must not see a worker end
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.kill()
     process.wait(timeout=120)
     wait_until_gone(workers)
     saving = list((run / "checkpoints").glob(".writing-*"))
