@@ -54,7 +54,8 @@ def start(config: TrainConfig) -> Accelerator:
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     warnings.filterwarnings("ignore", "`torch.distributed.*` is deprecated", FutureWarning)  # what DeepSpeed calls
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # transformers would leave other ranks' weights empty
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        _ready_deepspeed()
     accelerator = Accelerator(
         mixed_precision="no",  # autocast is put around the model by engines.prepare, the same under every engine
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # the loop accumulates by itself
@@ -75,6 +76,18 @@ def start(config: TrainConfig) -> Accelerator:
     if accelerator.state.deepspeed_plugin is not None:
         _settle_deepspeed(accelerator.state.deepspeed_plugin, config)
     return accelerator
+
+
+def _ready_deepspeed() -> None:
+    """Before DeepSpeed starts: quiet, and on a CPU without its shared-memory op, which it would compile; one killed
+    meanwhile leaves a lock behind that keeps all later ones waiting. gloo does the same."""
+    try:
+        from deepspeed.ops import __compatible_ops__ as compatible
+    except ImportError as error:
+        raise ValueError(f'DeepSpeed cannot be imported ({error}); pip install -e ".[deepspeed]"') from error
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if not torch.cuda.is_available():
+        compatible["deepspeed_shm_comm"] = False
 
 
 def _settle_deepspeed(plugin, config: TrainConfig) -> None:
