@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 from triadic.training import engines, train
-from triadic.training.parallel import _settle_deepspeed
+from triadic.training.parallel import _ready_deepspeed, _settle_deepspeed
 
 slow = pytest.mark.slow
 STATE = ("hf/model.safetensors", "state/optimizer.safetensors")
@@ -108,6 +109,12 @@ def test_parameters_that_are_not_float32_are_named():
     model.bias.data = model.bias.data.bfloat16()
     with pytest.raises(RuntimeError, match=r"1 tensors are not float32 here: bias is torch.bfloat16"):
         engines.check_float32(model.named_parameters(), "here")
+
+
+def test_without_deepspeed_its_launch_is_refused_in_a_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed.ops", None)
+    with pytest.raises(ValueError, match=r"DeepSpeed cannot be imported \(.*\); pip install -e"):
+        _ready_deepspeed()
 
 
 def plugin(**settings) -> SimpleNamespace:

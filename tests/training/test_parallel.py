@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -123,6 +124,27 @@ def test_two_processes_refuse_bad_input_once(settings_file, tmp_path, overrides)
     assert result.returncode != 0
     assert result.stderr.count("error: ") == 1, result.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "fsdp2"])
+def test_two_machines_of_one_process(engine, settings_file, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    variables = {"HEAD": "127.0.0.1", "PORT": port, "NODES": "2", "GPUS": "1", "ENGINE": engine, "PATH": path}
+    variables |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables |= {} if engine == "zero2" else {"ACCELERATE_USE_CPU": "true"}
+    command = [ROOT / "recipes" / "multi_node" / "torchrun.sh", "--config", settings_file, "run.steps=4"]
+    machines = [
+        subprocess.Popen(command, cwd=ROOT, env=os.environ | variables | {"NODE": node}, stdout=subprocess.PIPE)
+        for node in ("0", "1")
+    ]
+    outputs = [machine.communicate(timeout=300)[0].decode() for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0]
+    assert f"{engine}, 2 x cpu" in outputs[0]
+    assert (tmp_path / "run" / "final").exists()
 
 
 def test_an_error_on_the_main_rank_reaches_the_caller(configure):

@@ -112,7 +112,8 @@ def _plain_load_moments(optimizer, named, read):
         }
 
 
-# FSDP2: each parameter is a DTensor whose rows are split over the ranks
+# FSDP2: each parameter is a DTensor whose rows are split over the ranks. Autocast's bfloat16 copies of the weights live
+# until the backward; with model.gradient_checkpointing they do not.
 
 
 def _shard(accelerator, model, optimizer):
