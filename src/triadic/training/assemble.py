@@ -22,7 +22,7 @@ from triadic.data import Windows, check_tokenizer, collate, open_store, step_ind
 from triadic.models import TriadicConfig, loading
 from triadic.models.loading import load_weights, one_line
 from triadic.models.upcycling import upcycle
-from triadic.training import checkpoint, optim, parallel, run_folder
+from triadic.training import background, checkpoint, engines, optim, parallel, run_folder
 from triadic.training.config import ModelSettings, TrainConfig
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -42,6 +42,7 @@ class Run:
     accumulation: int  # micro-batches of one step
     progress: checkpoint.Progress
     claim: run_folder.Claim
+    writer: background.Writer  # of checkpoints
     notes: list[str]  # what to say before the first step
 
     @property
@@ -74,16 +75,29 @@ def assemble(config: TrainConfig) -> Run:
     run_folder.check(claim.folder, ours)
     found, damaged = parallel.on_main(accelerator, checkpoint.find, claim.folder / "checkpoints")
     model = build_model(config, model_config, fresh=found is None)
+    if found:
+        checkpoint.load_weights(found, model)
     optimizer = optim.build_optimizer(model, config.optimizer)
 
     parallel.on_main(accelerator, claim.take, config, ours)
     parallel.on_main(accelerator, checkpoint.tidy, claim.folder / "checkpoints", damaged)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = engines.prepare(accelerator, model, optimizer, config.run.precision)
     progress = checkpoint.restore(found, accelerator, model, optimizer) if found else checkpoint.Progress()
     notes = [f"checkpoint {path} is damaged ({wrong}) and set aside" for path, wrong in damaged.items()]
     notes += opening(config, accelerator, accumulation, windows, model_config, found)
     return Run(
-        config, accelerator, tokenizer, windows, validation, model, optimizer, accumulation, progress, claim, notes
+        config=config,
+        accelerator=accelerator,
+        tokenizer=tokenizer,
+        windows=windows,
+        validation=validation,
+        model=model,
+        optimizer=optimizer,
+        accumulation=accumulation,
+        progress=progress,
+        claim=claim,
+        writer=background.Writer(accelerator),
+        notes=notes,
     )
 
 
@@ -238,7 +252,8 @@ def opening(config, accelerator, accumulation, windows, model_config, found) -> 
     """What a run says before its first step."""
     epochs = config.run.steps * config.windows_per_step / len(windows)
     notes = [
-        f"{config.model.config}, {config.run.precision}, {accelerator.num_processes} x {accelerator.device.type}: "
+        f"{config.model.config}, {config.run.precision}, {engines.name_of(accelerator)}, "
+        f"{accelerator.num_processes} x {accelerator.device.type}: "
         f"{config.run.steps} steps of {config.windows_per_step} windows x {config.data.seq_len} tokens = "
         f"{accelerator.num_processes} processes x {accumulation} micro-batches x {config.batch.micro_batch_windows}",
         f"{config.run.steps * config.batch.global_batch_tokens:,} tokens are {epochs:.2f} epochs of {config.data.train}"

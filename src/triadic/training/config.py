@@ -73,7 +73,8 @@ class ParallelSettings:
     """What the launcher must have started; null asserts nothing. Launch files: configs/accelerate/."""
 
     processes: int | None = None
-    engine: Literal["single", "ddp"] | None = None
+    engine: Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"] | None = None
+    stall_seconds: int = 1800  # without a step on some rank, after which the run ends and names the rank
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ _POSITIVE = (
     "run.keep_last",
     "run.peak_tflops",
     "parallel.processes",
+    "parallel.stall_seconds",
 )
 _NOT_NEGATIVE = (
     "data.num_workers",
