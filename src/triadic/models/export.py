@@ -22,6 +22,7 @@ MODEL_FILES = (
     "attention",
     "layers",
     "layout",
+    "context",
     "cache",
     "losses",
 )

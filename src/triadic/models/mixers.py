@@ -77,8 +77,10 @@ class TriadicLinearAttention(nn.Module):
         memory = None if cache is None else cache.layers[self.layer_idx]
         conv_state, state = (None, None) if memory is None else memory.read()
         x = layout.gather(hidden_states)  # [B, T, D]
-        q, k, v, q2, k2, conv_state = self.keys_and_values(x, conv_state, memory is not None, layout.cu_seqlens)
+        q, k, v, q2, k2, conv_state = self.keys_and_values(x, conv_state, memory is not None, layout)
         g, beta, gate = self.gates(x)
+        if layout.context is not None:
+            g, beta = self.gates_to_heads(layout.context, g, beta)
         settings = {"delta_rule": self.config.linear_mixer == "gdn", "cu_seqlens": layout.cu_seqlens}
         if hidden_states.shape[1] == 1 or (memory is not None and hidden_states.shape[1] <= FEW):
             op = recurrent_triadic
@@ -99,28 +101,38 @@ class TriadicLinearAttention(nn.Module):
         )  # [B, T, HV, V], [N, HV, E, K, V]
         if memory is not None:
             memory.write(conv_state, state, layout.longest() if layout.packed else hidden_states.shape[1])
+        if layout.context is not None:
+            o = _heads(layout.context.to_tokens(o.flatten(2)), self.config.linear_num_value_heads)
         o = self.o_norm(o)
         if gate is not None:
             o = o * ACTIVATIONS[self.config.output_gate_activation](gate).view_as(o)
         return layout.scatter(self.o_proj(o.flatten(2)), like=hidden_states), None
 
-    def keys_and_values(self, x, conv_state, output_state, cu_seqlens):
-        """q, k [B,T,H,K], v [B,T,HV,V], q', k' [B,T,H,E] (None: they are 1) and the next convolution state."""
-        config = self.config
-        x = self.in_proj_qkv(x)
+    def keys_and_values(self, x, conv_state, output_state, layout):
+        """q, k [B,T,H,K], v [B,T,HV,V], q', k' [B,T,H,E] (None: they are 1) and the next convolution state.
+
+        Where the context is spread over ranks: all T tokens, this rank's heads.
+        """
+        config, context = self.config, layout.context
+        x, sizes, weight = self.in_proj_qkv(x), self.qkv_sizes, None
+        if context is not None:
+            x = torch.cat(context.to_heads(*x.split(sizes, dim=-1)), dim=-1)
+            sizes = [size // context.degree for size in sizes]
         if config.linear_conv_kernel_dim:
-            x, conv_state = self.conv1d(x, conv_state, output_state, cu_seqlens)
-        q, k, v, q2, k2 = x.split(self.qkv_sizes, dim=-1)
+            weight = self.conv1d.weight if context is None else context.mine(self.conv1d.weight, self.qkv_sizes)
+            x, conv_state = self.conv1d(x, conv_state, output_state, layout.cu_seqlens, weight)
+        q, k, v, q2, k2 = x.split(sizes, dim=-1)
         activation, norm = ACTIVATIONS[config.linear_activation], l2_normalize if config.linear_qk_norm else _same
-        q, k = (norm(_heads(at_least_fp32(activation(t)), config.linear_num_key_heads)) for t in (q, k))
+        heads = sizes[0] // config.linear_key_head_dim
+        q, k = (norm(_heads(at_least_fp32(activation(t)), heads)) for t in (q, k))
         if config.tie_second_key:
             q2, k2 = q, k
         elif config.has_second_projections:
             activation = ACTIVATIONS[config.second_key_activation]
-            q2, k2 = (norm(_heads(activation(at_least_fp32(t)), config.linear_num_key_heads)) for t in (q2, k2))
+            q2, k2 = (norm(_heads(activation(at_least_fp32(t)), heads)) for t in (q2, k2))
         else:
             q2 = k2 = None
-        v = _heads(ACTIVATIONS[config.linear_activation](v), config.linear_num_value_heads)
+        v = _heads(ACTIVATIONS[config.linear_activation](v), sizes[2] // config.linear_value_head_dim)
         return q.to(v.dtype), k.to(v.dtype), v, q2, k2, conv_state
 
     def gates(self, x):
@@ -137,6 +149,14 @@ class TriadicLinearAttention(nn.Module):
         if config.output_gate_activation == "none":
             return g, beta, None
         return g, beta, self.g_proj(low_rank if self.gate_sizes[2] else x)
+
+    @staticmethod
+    def gates_to_heads(context, g, beta):
+        """Decay and write strength of all heads of this rank's tokens -> of this rank's heads of all tokens."""
+        given = [x for x in (g, beta) if x is not None]
+        shapes = iter(context.to_heads(*(x.flatten(2) for x in given)) if given else ())
+        heads = [None if x is None else next(shapes).unflatten(-1, (-1, *x.shape[3:])) for x in (g, beta)]
+        return heads
 
     @staticmethod
     def state_entries(config, context_length):
@@ -181,11 +201,20 @@ class TriadicAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if position_embeddings is not None:
             q, k = rotate(q, *position_embeddings), rotate(k, *position_embeddings)
+        if layout.context is not None:
+            q, k, v = self.to_heads(layout.context, q.to(v.dtype), k.to(v.dtype), v)
         q, k, v = (x.transpose(1, 2) for x in (q.to(v.dtype), k.to(v.dtype), v))  # [B, H, T, D]
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         o, weights = attend(self, q, k, v, attention_mask, layout)  # [B, T, H, D]
-        return self.o_proj(o.flatten(2)).view_as(hidden_states), weights
+        o = o.flatten(2) if layout.context is None else layout.context.to_tokens(o.flatten(2))
+        return self.o_proj(o).view_as(hidden_states), weights
+
+    def to_heads(self, context, q, k, v):
+        """All heads of this rank's tokens -> this rank's heads of all tokens; too few key/value heads are repeated."""
+        copies = max(context.degree // self.config.num_key_value_heads, 1)
+        k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
+        return (x.unflatten(-1, (-1, self.head_dim)) for x in context.to_heads(*(x.flatten(2) for x in (q, k, v))))
 
     @staticmethod
     def state_entries(config, context_length):
