@@ -276,4 +276,14 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
             adopt(model_kwargs[CACHE_NAME], self.config)
 
 
+def compile_layers(model, **options):
+    """Compile each layer of a decoder for itself (`torch.compile`'s options), in place.
+
+    Layers of one kind share their code, so a model of any depth compiles as fast as one or two layers, and gradients
+    come layer by layer, which lets data parallelism send them while the backward still runs.
+    """
+    for layer in model.base_model.layers:
+        layer.compile(**options)
+
+
 __all__ = ["TriadicConfig", "TriadicForCausalLM", "TriadicModel", "TriadicPreTrainedModel"]

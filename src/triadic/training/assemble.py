@@ -22,6 +22,7 @@ from triadic.data import Windows, check_tokenizer, collate, open_store, step_ind
 from triadic.models import TriadicConfig, loading
 from triadic.models.context import Context, check_context, spread_context
 from triadic.models.loading import load_weights, one_line
+from triadic.models.modeling_triadic import compile_layers
 from triadic.training import checkpoint, optim, parallel, run_folder
 from triadic.training.config import TrainConfig
 
@@ -176,7 +177,7 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig, fresh: bool
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     if options.torch_compile:
-        model.compile()
+        compile_layers(model)
     return model.train()
 
 

@@ -14,7 +14,7 @@ class ModelSettings:
     rope_theta: float | None = None  # another RoPE base than the config's, for training at a longer context
     attn_implementation: str | None = None  # of softmax layers: null (sdpa), eager, flex_attention, flash_attention_2
     gradient_checkpointing: bool = False  # recompute each block in the backward
-    torch_compile: bool = False
+    torch_compile: bool = False  # each layer, around the ops' kernels
 
 
 @dataclass(frozen=True)
