@@ -26,7 +26,7 @@ MODEL_FILES = (
     "cache",
     "losses",
 )
-KERNEL_FILES = ("op", "recurrent", "segments", "dispatch", "reference", "packing", "conv")
+KERNEL_FILES = ("op", "recurrent", "segments", "dispatch", "reference", "packing", "conv", "features")
 AUTO_MAP = {
     "AutoConfig": "configuration_triadic.TriadicConfig",
     "AutoModel": "modeling_triadic.TriadicModel",

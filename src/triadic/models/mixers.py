@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
+from triadic_kernels.features import conv_features, refusal
 from triadic_kernels.op import chunk_triadic
 from triadic_kernels.recurrent import recurrent_triadic
 
@@ -51,6 +52,10 @@ class TriadicLinearAttention(nn.Module):
         rank = config.output_gate_rank if gated and config.output_gate_rank else 0
         self.qkv_sizes = [key_size, key_size, value_size, heads * slices, heads * slices]
         self.gate_sizes = [num_decays, value_heads if config.write_gate else 0, rank]
+        self.head_dims = [config.linear_key_head_dim] * 2 + [config.linear_value_head_dim] + [config.second_key_dim] * 2
+        unit = [*self.head_dims[:2], 0, *self.head_dims[3:]] if config.linear_qk_norm else [0] * 5
+        activations = [config.linear_activation] * 3 + [config.second_key_activation] * 2
+        self.parts = [unit, activations, [config.tie_second_key] * 2 + [False, True, True]]  # see conv_features
 
         self.in_proj_qkv = nn.Linear(config.hidden_size, sum(self.qkv_sizes), bias=False)
         if config.linear_conv_kernel_dim:
@@ -102,7 +107,7 @@ class TriadicLinearAttention(nn.Module):
         if memory is not None:
             memory.write(conv_state, state, layout.longest() if layout.packed else hidden_states.shape[1])
         if layout.context is not None:
-            o = _heads(layout.context.to_tokens(o.flatten(2)), self.config.linear_num_value_heads)
+            o = _heads(layout.context.to_tokens(o.flatten(2)), self.config.linear_value_head_dim)
         o = self.o_norm(o)
         if gate is not None:
             o = o * ACTIVATIONS[self.config.output_gate_activation](gate).view_as(o)
@@ -114,26 +119,41 @@ class TriadicLinearAttention(nn.Module):
         Where the context is spread over ranks: all T tokens, this rank's heads.
         """
         config, context = self.config, layout.context
-        x, sizes, weight = self.in_proj_qkv(x), self.qkv_sizes, None
+        x, sizes = self.in_proj_qkv(x), self.qkv_sizes
         if context is not None:
             x = torch.cat(context.to_heads(*x.split(sizes, dim=-1)), dim=-1)
             sizes = [size // context.degree for size in sizes]
         if config.linear_conv_kernel_dim:
             weight = self.conv1d.weight if context is None else context.mine(self.conv1d.weight, self.qkv_sizes)
+            if conv_state is None and not output_state and self.in_one_pass(x):
+                return *self.features(conv_features(x, weight, sizes, *self.parts, layout.cu_seqlens)), None
             x, conv_state = self.conv1d(x, conv_state, output_state, layout.cu_seqlens, weight)
         q, k, v, q2, k2 = x.split(sizes, dim=-1)
         activation, norm = ACTIVATIONS[config.linear_activation], l2_normalize if config.linear_qk_norm else _same
-        heads = sizes[0] // config.linear_key_head_dim
-        q, k = (norm(_heads(at_least_fp32(activation(t)), heads)) for t in (q, k))
+        q, k = (norm(_heads(at_least_fp32(activation(t)), config.linear_key_head_dim)) for t in (q, k))
         if config.tie_second_key:
             q2, k2 = q, k
         elif config.has_second_projections:
             activation = ACTIVATIONS[config.second_key_activation]
-            q2, k2 = (norm(_heads(activation(at_least_fp32(t)), heads)) for t in (q2, k2))
+            q2, k2 = (norm(_heads(activation(at_least_fp32(t)), config.second_key_dim)) for t in (q2, k2))
         else:
             q2 = k2 = None
-        v = _heads(ACTIVATIONS[config.linear_activation](v), sizes[2] // config.linear_value_head_dim)
+        v = _heads(ACTIVATIONS[config.linear_activation](v), config.linear_value_head_dim)
         return q.to(v.dtype), k.to(v.dtype), v, q2, k2, conv_state
+
+    def in_one_pass(self, x):
+        """Whether a kernel can make keys, queries and values of `x` in one pass (on a GPU; see features.py)."""
+        return refusal(x.device.type, x.dtype, tuple(self.parts[0])) is None
+
+    def features(self, parts):
+        """The outputs of `conv_features` as `keys_and_values` returns them."""
+        config = self.config
+        q, k, v, q2, k2 = (
+            _heads(x, size) if x.shape[-1] else None for x, size in zip(parts, self.head_dims, strict=True)
+        )
+        if config.tie_second_key:
+            q2, k2 = q, k  # float32, before q and k are rounded
+        return q.to(v.dtype), k.to(v.dtype), v, q2, k2
 
     def gates(self, x):
         """Log decay [B,T,HV,E] or [B,T,HV], write strength [B,T,HV], output gate's logits; each None if absent."""
@@ -143,7 +163,7 @@ class TriadicLinearAttention(nn.Module):
             decay, write, low_rank = self.in_proj_gates(x).split(self.gate_sizes, dim=-1)
         if self.gate_sizes[0]:
             g = -at_least_fp32(self.A_log).exp() * F.softplus(at_least_fp32(decay) + self.dt_bias)
-            g = _heads(g, config.linear_num_value_heads) if config.decay_gate == "slice" else g
+            g = _heads(g, config.second_key_dim) if config.decay_gate == "slice" else g
         if self.gate_sizes[1]:
             beta = torch.sigmoid(at_least_fp32(write)) * (2.0 if config.allow_neg_eigval else 1.0)
         if config.output_gate_activation == "none":
@@ -226,8 +246,8 @@ class TriadicAttention(nn.Module):
         return 2 * context_length * config.num_attention_heads * config.head_dim
 
 
-def _heads(x, heads):
-    return x.unflatten(-1, (heads, -1))
+def _heads(x, size):
+    return x.unflatten(-1, (-1, size))
 
 
 def _same(x):
