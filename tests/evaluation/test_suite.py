@@ -76,16 +76,6 @@ def test_report_shows_the_figures(finished):
             assert f"{row['value']:.2f}" in text
 
 
-def test_report_says_that_openings_are_left_out(finished, tmp_path):
-    _, results = finished
-    note = "documents, without the window that each document begins with."
-    for skip in (False, True):
-        section = results["suite"]["perplexity"] | {"skip_opening_windows": skip}
-        changed = results | {"suite": results["suite"] | {"perplexity": section}}
-        (tmp_path / "results.json").write_text(json.dumps(changed))
-        assert (note in report.write_markdown(tmp_path)) == skip
-
-
 def test_figure_is_drawn_from_the_results(finished, tmp_path):
     folder, results = finished
     picture = (folder / "ppl_by_position.png").read_bytes()

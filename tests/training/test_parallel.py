@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,8 @@ TORCHRUN = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         (TORCHRUN, (2, "ddp"), (2, "ddp")),
         ({"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}, (1, "single"), (None, None)),
         ({"ACCELERATE_USE_DEEPSPEED": "false"}, (1, "single"), (None, None)),
+        (TORCHRUN | {"ACCELERATE_USE_DEEPSPEED": "true"}, (2, "zero3"), (2, "zero3")),
+        (TORCHRUN | {"ACCELERATE_USE_FSDP": "true"}, (2, "fsdp2"), (None, "fsdp2")),
     ],
 )
 def test_sound_launches_pass(environment, found, asked):
@@ -42,7 +45,10 @@ def test_sound_launches_pass(environment, found, asked):
             (None, None),
             "remove ACCELERATE_USE_CPU, which turns Deep",
         ),
-        ({}, (8, "FSDP"), (None, None), "the engine FSDP is not supported, only ddp and single"),
+        ({"ACCELERATE_USE_FSDP": "true"}, (2, "ddp"), (None, None), "was asked for FSDP and this process runs the"),
+        ({}, (8, "fsdp1"), (None, None), "the engine fsdp1 is not supported, only single, ddp, fsdp2, zero1, zero2"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, (8, "zero0"), (None, None), "the engine zero0 is not supported, only"),
+        ({}, (8, "zero2"), (None, "zero3"), "parallel.engine asks for zero3 but the launcher started zero2"),
         ({}, (1, "single"), (8, None), "parallel.processes asks for 8 but the launcher started 1; change either"),
         (TORCHRUN, (2, "ddp"), (None, "single"), "parallel.engine asks for single but the launcher started ddp"),
     ],
@@ -161,6 +167,27 @@ def test_two_processes_refuse_bad_input_once(settings_file, tmp_path, overrides)
     assert result.returncode != 0
     assert result.stderr.count("error: ") == 1, result.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "fsdp2"])
+def test_two_machines_of_one_process(engine, settings_file, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    variables = {"HEAD": "127.0.0.1", "PORT": port, "NODES": "2", "GPUS": "1", "ENGINE": engine, "PATH": path}
+    variables |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables |= {} if engine == "zero2" else {"ACCELERATE_USE_CPU": "true"}
+    command = [ROOT / "recipes" / "multi_node" / "torchrun.sh", "--config", settings_file, "run.steps=4"]
+    machines = [
+        subprocess.Popen(command, cwd=ROOT, env=os.environ | variables | {"NODE": node}, stdout=subprocess.PIPE)
+        for node in ("0", "1")
+    ]
+    outputs = [machine.communicate(timeout=300)[0].decode() for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0]
+    assert f"{engine}, 2 x cpu" in outputs[0]
+    assert (tmp_path / "run" / "final").exists()
 
 
 def test_an_error_on_the_main_rank_reaches_the_caller(configure):

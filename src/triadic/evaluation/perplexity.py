@@ -6,8 +6,7 @@ targets. A bucket's perplexity is exp of its mean loss.
 
 Buckets hold the tokens that happen to lie there. In most windows what lies where is chance, which evens out over many;
 in a document's first window it is not: openings follow a form (a title, a salutation) that is easier to predict than
-the text behind it and falls into the first bucket alone. Where documents are so short that this hides what context
-gives, `skip_opening_windows` leaves each document's first window out.
+the text behind it, so where documents are short the first buckets show less than what context gives.
 
 Every standard error is over documents (windows of one document are not independent): with x_i the value of window i
 and m their mean, SE^2 = G / (G - 1) * sum over documents of (sum over its windows of (x_i - m))^2 / n^2, for G
@@ -70,7 +69,7 @@ def _check_length(checkpoint: Checkpoint, window: int) -> None:
 
 def _windows(context: "Context", config: PerplexityConfig) -> tuple[Documents, list[Window]]:
     documents = open_documents(context.data("validation"), context.checkpoint.tokenizer, context.suite.data.column)
-    return documents, full_windows(documents, config.window, config.max_windows, config.skip_opening_windows)
+    return documents, full_windows(documents, config.window, config.max_windows)
 
 
 def unigram_losses(store: TokenStore, vocabulary: int) -> np.ndarray:

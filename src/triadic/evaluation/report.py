@@ -124,11 +124,9 @@ def _positions(results: dict) -> list[str]:
         errors = "" if row["se"] is None else f" ({row['value'] / row['se']:.1f} standard errors)"
         lines += ["", f"{row['model']}: loss at {a}-{b} minus loss at {c}-{d}: {_plus_minus(row, 4)} nats{errors}."]
     if rows:
-        skipped = results["suite"]["perplexity"]["skip_opening_windows"]
         lines += [
             "",
-            f"{rows[0]['windows']} windows of {rows[0]['window']} tokens from {rows[0]['documents']} documents"
-            f"{', without the window that each document begins with' if skipped else ''}. "
+            f"{rows[0]['windows']} windows of {rows[0]['window']} tokens from {rows[0]['documents']} documents. "
             "Differences are taken within windows, standard errors over documents.",
         ]
     return lines

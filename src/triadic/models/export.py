@@ -19,6 +19,7 @@ MODEL_FILES = (
     "configuration_triadic",
     "modeling_triadic",
     "mixers",
+    "householder",
     "attention",
     "layers",
     "layout",

@@ -24,6 +24,7 @@ class Layout:
     max_seqlen: int | None = None
     valid: torch.Tensor | None = None
     context: Context | None = None
+    spread: torch.Tensor | None = None  # what `bounds` found
 
     @property
     def packed(self):
@@ -34,6 +35,14 @@ class Layout:
         if self.max_seqlen is None:
             self.max_seqlen = int(self.cu_seqlens.diff().max())
         return self.max_seqlen
+
+    def bounds(self, steps):
+        """cu_seqlens where each token is `steps` steps of the recurrence; the same tensor for every layer."""
+        if self.cu_seqlens is None or steps == 1:
+            return self.cu_seqlens
+        if self.spread is None:
+            self.spread = self.cu_seqlens * steps
+        return self.spread
 
     def one_row(self, x):
         """[B, T, D] -> [1, B T, D] where documents are packed (unchanged otherwise)."""

@@ -19,6 +19,7 @@ from triadic_kernels.op import chunk_triadic
 from triadic_kernels.recurrent import recurrent_triadic
 
 from .attention import attend
+from .householder import read_last, spread_writes
 from .layers import ShortConvolution, TriadicRMSNorm, at_least_fp32, l2_normalize, rotary_cos_sin, rotate
 
 ACTIVATIONS = {
@@ -38,7 +39,9 @@ class TriadicLinearAttention(nn.Module):
     q, k, v = act(conv(W u)), q', k' = act'(conv(W' u)), all keys and queries L2-normalised;
     log decay g_e = -exp(A_e) softplus(W_a,e u + b_e); beta = sigmoid(W_b u); y = W_o (RMSNorm(o) * gate(u)).
     `in_proj_qkv` holds the rows of q, k, v, q', k' in this order, `in_proj_gates` those of decay, beta and the
-    output gate's low-rank half. q', k', decay and beta are float32 at least; A_log and dt_bias stay float32.
+    output gate's low-rank half; with n = num_householder writes a token, k, v, k' and beta have n rows for each of a
+    head, one after another (see householder.py). q', k', decay and beta are float32 at least; A_log and dt_bias stay
+    float32.
     """
 
     def __init__(self, config, layer_idx):
@@ -47,11 +50,12 @@ class TriadicLinearAttention(nn.Module):
         heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
         slices = config.second_key_dim if config.has_second_projections else 0
         key_size, value_size = heads * config.linear_key_head_dim, value_heads * config.linear_value_head_dim
+        writes = config.num_householder
         num_decays = {"slice": value_heads * config.second_key_dim, "head": value_heads, "none": 0}[config.decay_gate]
         gated = config.output_gate_activation != "none"
         rank = config.output_gate_rank if gated and config.output_gate_rank else 0
-        self.qkv_sizes = [key_size, key_size, value_size, heads * slices, heads * slices]
-        self.gate_sizes = [num_decays, value_heads if config.write_gate else 0, rank]
+        self.qkv_sizes = [key_size, writes * key_size, writes * value_size, heads * slices, writes * heads * slices]
+        self.gate_sizes = [num_decays, writes * value_heads if config.write_gate else 0, rank]
         self.head_dims = [config.linear_key_head_dim] * 2 + [config.linear_value_head_dim] + [config.second_key_dim] * 2
         unit = [*self.head_dims[:2], 0, *self.head_dims[3:]] if config.linear_qk_norm else [0] * 5
         activations = [config.linear_activation] * 3 + [config.second_key_activation] * 2
@@ -86,7 +90,9 @@ class TriadicLinearAttention(nn.Module):
         g, beta, gate = self.gates(x)
         if layout.context is not None:
             g, beta = self.gates_to_heads(layout.context, g, beta)
-        settings = {"delta_rule": self.config.linear_mixer == "gdn", "cu_seqlens": layout.cu_seqlens}
+        writes = self.config.num_householder
+        q, k, v, q2, k2, g, beta = spread_writes(writes, q, k, v, q2, k2, g, beta)
+        settings = {"delta_rule": self.config.linear_mixer == "gdn", "cu_seqlens": layout.bounds(writes)}
         if hidden_states.shape[1] == 1 or (memory is not None and hidden_states.shape[1] <= FEW):
             op = recurrent_triadic
             settings["inplace_state"] = state is not None and memory.in_place and not torch.is_grad_enabled()
@@ -106,6 +112,7 @@ class TriadicLinearAttention(nn.Module):
         )  # [B, T, HV, V], [N, HV, E, K, V]
         if memory is not None:
             memory.write(conv_state, state, layout.longest() if layout.packed else hidden_states.shape[1])
+        o = read_last(writes, o)
         if layout.context is not None:
             o = _heads(layout.context.to_tokens(o.flatten(2)), self.config.linear_value_head_dim)
         o = self.o_norm(o)
@@ -116,7 +123,8 @@ class TriadicLinearAttention(nn.Module):
     def keys_and_values(self, x, conv_state, output_state, layout):
         """q, k [B,T,H,K], v [B,T,HV,V], q', k' [B,T,H,E] (None: they are 1) and the next convolution state.
 
-        Where the context is spread over ranks: all T tokens, this rank's heads.
+        With n writes a token k, v and k' have n times the heads, those of a head one after another. Where the context
+        is spread over ranks: all T tokens, this rank's heads.
         """
         config, context = self.config, layout.context
         x, sizes = self.in_proj_qkv(x), self.qkv_sizes
@@ -156,7 +164,10 @@ class TriadicLinearAttention(nn.Module):
         return q.to(v.dtype), k.to(v.dtype), v, q2, k2
 
     def gates(self, x):
-        """Log decay [B,T,HV,E] or [B,T,HV], write strength [B,T,HV], output gate's logits; each None if absent."""
+        """Log decay [B,T,HV,E] or [B,T,HV], write strength [B,T,HV], output gate's logits; each None if absent.
+
+        With n writes a token the strength is [B,T,HV,n].
+        """
         config = self.config
         g = beta = None
         if sum(self.gate_sizes):
@@ -166,6 +177,7 @@ class TriadicLinearAttention(nn.Module):
             g = _heads(g, config.second_key_dim) if config.decay_gate == "slice" else g
         if self.gate_sizes[1]:
             beta = torch.sigmoid(at_least_fp32(write)) * (2.0 if config.allow_neg_eigval else 1.0)
+            beta = beta if config.num_householder == 1 else _heads(beta, config.num_householder)
         if config.output_gate_activation == "none":
             return g, beta, None
         return g, beta, self.g_proj(low_rank if self.gate_sizes[2] else x)
@@ -187,7 +199,7 @@ class TriadicLinearAttention(nn.Module):
     def forward_flops(config, context_length):
         """Products with the state: K S (delta rule only), Q S and K^T U, 2 E K V each; work inside chunks is extra."""
         products = 3 if config.linear_mixer == "gdn" else 2
-        return products * 2 * TriadicLinearAttention.state_entries(config, context_length)
+        return config.num_householder * products * 2 * TriadicLinearAttention.state_entries(config, context_length)
 
 
 class TriadicAttention(nn.Module):

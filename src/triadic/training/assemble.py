@@ -1,5 +1,6 @@
 """What a run is made of, from its settings. A misfit is a ValueError, raised before anything is written."""
 
+import copy
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from triadic.models import TriadicConfig, loading
 from triadic.models.context import Context, check_context, spread_context
 from triadic.models.loading import load_weights, one_line
 from triadic.models.modeling_triadic import compile_layers
-from triadic.training import checkpoint, optim, parallel, run_folder
-from triadic.training.config import TrainConfig
+from triadic.models.upcycling import upcycle
+from triadic.training import background, checkpoint, engines, optim, parallel, run_folder
+from triadic.training.config import ModelSettings, TrainConfig
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -43,6 +45,7 @@ class Run:
     accumulation: int  # micro-batches of one step
     progress: checkpoint.Progress
     claim: run_folder.Claim
+    writer: background.Writer  # of checkpoints
     notes: list[str]  # what to say before the first step
     context: Context | None = None  # the ranks that share this one's windows
 
@@ -83,6 +86,8 @@ def assemble(config: TrainConfig) -> Run:
     run_folder.check(claim.folder, ours)
     found, damaged = parallel.on_main(accelerator, checkpoint.find, claim.folder / "checkpoints")
     model = build_model(config, model_config, fresh=found is None)
+    if found:
+        checkpoint.load_weights(found, model)
     optimizer = optim.build_optimizer(model, config.optimizer)
 
     parallel.on_main(accelerator, claim.take, config, ours)
@@ -90,18 +95,29 @@ def assemble(config: TrainConfig) -> Run:
     context = parallel.share_windows(accelerator, config.parallel.context)
     if context is not None:
         spread_context(model, context)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = engines.prepare(accelerator, model, optimizer, config.run.precision)
     progress = checkpoint.restore(found, accelerator, model, optimizer) if found else checkpoint.Progress()
     notes = [f"checkpoint {path} is damaged ({wrong}) and set aside" for path, wrong in damaged.items()]
     notes += opening(config, accelerator, accumulation, windows, model_config, found)
     return Run(
-        config, accelerator, tokenizer, windows, validation, model, optimizer, accumulation, progress, claim, notes,
-        context,
-    )  # fmt: skip
+        config=config,
+        accelerator=accelerator,
+        tokenizer=tokenizer,
+        windows=windows,
+        validation=validation,
+        model=model,
+        optimizer=optimizer,
+        accumulation=accumulation,
+        progress=progress,
+        claim=claim,
+        writer=background.Writer(accelerator),
+        notes=notes,
+        context=context,
+    )
 
 
 def load_model_config(config: TrainConfig) -> PreTrainedConfig:
-    """The architecture: a Hugging Face JSON, with the RoPE base and the context length of this run."""
+    """The architecture: a Hugging Face JSON, with the slices, RoPE base and context length of this run."""
     source, rope_theta = config.model.config, config.model.rope_theta
     if not Path(source).exists():
         raise ValueError(f"model.config {source} does not exist; name a file of configs/model/ or a model folder")
@@ -114,6 +130,10 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
             f"model.config {source} is a {model_config.model_type} model, only {TriadicConfig.model_type} models are "
             "trained here; name a file of configs/model/ or a folder of such a model"
         )
+    if config.model.second_key_dim is not None:
+        if config.model.init_from is None:
+            raise ValueError("model.second_key_dim grows the state of model.init_from, which is not set; set that too")
+        model_config.second_key_dim = config.model.second_key_dim
     if rope_theta is not None:
         if not model_config.rope_parameters or "full_attention" not in model_config.layer_types:
             raise ValueError(f"model.rope_theta is set but {source} has no layer with rotary positions; remove it")
@@ -164,7 +184,7 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig, fresh: bool
     torch.manual_seed(config.run.seed)
     chosen = {"attn_implementation": options.attn_implementation} if options.attn_implementation else {}
     if fresh and options.init_from:
-        model = _from_weights(options.init_from, model_config, chosen)
+        model = _from_weights(options, config.run.seed, model_config, chosen)
     else:
         try:
             model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, **chosen)
@@ -181,10 +201,15 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig, fresh: bool
     return model.train()
 
 
-def _from_weights(source: str, model_config: PreTrainedConfig, chosen: dict) -> PreTrainedModel:
+def _from_weights(options: ModelSettings, seed: int, model_config: PreTrainedConfig, chosen: dict) -> PreTrainedModel:
+    """model.init_from in the architecture of this run; with model.second_key_dim its state is enlarged to that."""
+    grow, own = options.second_key_dim is not None, copy.deepcopy(model_config)
     try:
-        return load_weights(AutoModelForCausalLM, source, config=model_config, dtype=torch.float32, **chosen)
-    except ValueError as error:
+        if grow:
+            own.second_key_dim = AutoConfig.from_pretrained(options.init_from).second_key_dim
+        model = load_weights(AutoModelForCausalLM, options.init_from, config=own, dtype=torch.float32, **chosen)
+        return upcycle(model, model_config.second_key_dim, seed=seed) if grow else model
+    except (ValueError, OSError) as error:
         raise ValueError(f"model.init_from: {error}") from error
 
 
@@ -249,7 +274,8 @@ def opening(config, accelerator, accumulation, windows, model_config, found) -> 
     """What a run says before its first step."""
     epochs = config.run.steps * config.windows_per_step / len(windows)
     notes = [
-        f"{config.model.config}, {config.run.precision}, {accelerator.num_processes} x {accelerator.device.type}: "
+        f"{config.model.config}, {config.run.precision}, {engines.name_of(accelerator)}, "
+        f"{accelerator.num_processes} x {accelerator.device.type}: "
         f"{config.run.steps} steps of {config.windows_per_step} windows x {config.data.seq_len} tokens = "
         f"{accelerator.num_processes} processes x {accumulation} micro-batches x {config.batch.micro_batch_windows}"
         + (f" / {config.parallel.context} that share each window" if config.parallel.context > 1 else ""),

@@ -11,6 +11,7 @@ class ModelSettings:
     config: str  # Hugging Face JSON (configs/model/*.json) or a folder with a config.json
     tokenizer: str | None = None  # tokenizer folder; null: the folder tokenizer/ beside data.train
     init_from: str | None = None  # Hugging Face folder or hub id: start from its weights, with a new optimizer
+    second_key_dim: int | None = None  # grow the state of init_from to this E, a multiple of its own (models.upcycling)
     rope_theta: float | None = None  # another RoPE base than the config's, for training at a longer context
     attn_implementation: str | None = None  # of softmax layers: null (sdpa), eager, flex_attention, flash_attention_2
     gradient_checkpointing: bool = False  # recompute each block in the backward
@@ -73,7 +74,8 @@ class ParallelSettings:
 
     context: int = 1  # processes that share each window, a part of its tokens on each; it divides the models' heads
     processes: int | None = None
-    engine: Literal["single", "ddp"] | None = None
+    engine: Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"] | None = None
+    stall_seconds: int = 1800  # without a step on some rank, after which the run ends and names the rank
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ _POSITIVE = (
     "optimizer.eps",
     "optimizer.clip_norm",
     "schedule.decay_steps",
+    "model.second_key_dim",
     "model.rope_theta",
     "run.steps",
     "run.log_every",
@@ -165,6 +168,7 @@ _POSITIVE = (
     "run.peak_tflops",
     "parallel.context",
     "parallel.processes",
+    "parallel.stall_seconds",
 )
 _NOT_NEGATIVE = (
     "data.num_workers",

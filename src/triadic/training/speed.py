@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -23,7 +24,7 @@ from triadic.models import TriadicConfig, TriadicForCausalLM, flops_per_token
 from triadic.models.context import check_context, spread_context
 from triadic.models.modeling_triadic import compile_layers
 from triadic.origin import origin, versions
-from triadic.training import metrics, optim, parallel
+from triadic.training import engines, metrics, optim, parallel
 from triadic.training.config import (
     BatchSettings,
     DataSettings,
@@ -143,7 +144,7 @@ def measure(cell: Cell, steps: int, learning_rate: float = 1e-4) -> dict[str, An
     peak, _ = metrics.peak_flops(device, cell.precision, None)
     share = metrics.mfu(tokens_per_s, flops_per_token(model_config, cell.seq_len), peak, processes)
     phases = {f"{name}_ms": round(spent / steps, 2) for name, spent in clock.milliseconds().items()}
-    row = describe(cell, model_config, processes) | {
+    row = describe(cell, model_config, accelerator) | {
         "tokens_per_s": round(tokens_per_s, 1), "mfu": None if share is None else round(share, 4),
         "peak_gib": round(metrics.peak_gib(device), 2), "step_ms": round(seconds * 1e3, 2), **phases,
         "first_step_s": round(first, 1), "loss": round(losses[-1], 4),
@@ -152,11 +153,11 @@ def measure(cell: Cell, steps: int, learning_rate: float = 1e-4) -> dict[str, An
     return row
 
 
-def describe(cell: Cell, config: TriadicConfig, processes: int) -> dict[str, Any]:
+def describe(cell: Cell, config: TriadicConfig, accelerator: Accelerator) -> dict[str, Any]:
     """The columns that say what was measured."""
     return {
         "what": "train", "model": Path(cell.model).stem, "E": config.second_key_dim, "T": cell.seq_len,
-        "gpus": processes, "engine": "single" if processes == 1 else "ddp", "context": cell.context,
+        "gpus": accelerator.num_processes, "engine": engines.name_of(accelerator), "context": cell.context,
         "windows": cell.windows, "accumulation": cell.accumulation, "documents": cell.documents,
         "compiled": cell.compiled, "checkpointed": cell.checkpointed, "precision": cell.precision,
     }  # fmt: skip
@@ -175,26 +176,26 @@ def _prepare(cell, model_config, accelerator, context, learning_rate):
     optimizer = optim.build_optimizer(model, OptimizerSettings(learning_rate))
     if context is not None:
         spread_context(model, context)
-    return accelerator.prepare(model, optimizer)
+    return engines.prepare(accelerator, model, optimizer, cell.precision)
 
 
 def _step(cell, accelerator, model, optimizer, batches, clock) -> float:
     """One optimizer step, as loop.py makes it; returns the loss."""
     clock.mark()
-    losses, share = [], cell.windows * cell.accumulation * cell.seq_len / cell.context
+    engine, losses, share = engines.of(accelerator), [], cell.windows * cell.accumulation * cell.seq_len / cell.context
     for i in range(cell.accumulation):
         batch = {
             name: value.to(accelerator.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
             for name, value in next(batches).items()
         }
         clock.mark("data")
-        with parallel.synchronised(accelerator, model, last=i == cell.accumulation - 1):
+        with engine.micro_batch(accelerator, model, i == cell.accumulation - 1):
             loss = model(**batch, num_items_in_batch=share, use_cache=False).loss
             clock.mark("forward")
-            accelerator.backward(loss)
+            engine.backward(accelerator, model, loss)
             clock.mark("backward")
         losses.append(loss.detach())
-    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    norm = engine.clip(accelerator, model, 1.0)
     total, norm = parallel.total(accelerator, torch.stack(losses).sum(), norm).tolist()
     if not math.isfinite(total + norm):
         raise ValueError(f"the loss ({total}) or the gradient norm ({norm}) is not finite")
