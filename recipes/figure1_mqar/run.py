@@ -21,7 +21,7 @@ import torch
 
 from triadic import settings
 from triadic.evaluation import mqar
-from triadic.evaluation.report import origin, versions
+from triadic.origin import origin, versions
 
 
 @dataclasses.dataclass(frozen=True)

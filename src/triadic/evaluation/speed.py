@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import StaticCache
 
-from triadic.evaluation.report import origin, versions
 from triadic.models import TriadicConfig, TriadicForCausalLM
 from triadic.models.cache import CACHE_NAME, RecurrentLayer, new_cache
+from triadic.origin import origin, versions
 
 SEED_TOKENS = 4  # fill the caches before the clock starts
 UNTIMED = 4  # steps that compile, record and replay

@@ -10,7 +10,7 @@ from typing import Any
 
 from accelerate import PartialState
 
-from triadic import settings
+from triadic import origin, settings
 from triadic.evaluation import report
 from triadic.evaluation.config import CHECKS, ChecksConfig, SuiteConfig
 from triadic.evaluation.journal import Journal, rank, share, write_json
@@ -68,7 +68,7 @@ def evaluate(
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         PartialState()  # started by accelerate launch or torchrun: join the other processes, take this one's device
     checkpoint = load_checkpoint(name, suite.model)
-    versions = report.versions()
+    versions = origin.versions()
     identity = {"checkpoint": checkpoint.facts(), "suite": settings.to_dict(suite), "versions": versions}
     context = Context(checkpoint, suite)
     identity["data"] = {part: modules[part].check(context, section) for part, section in suite.parts().items()}
@@ -80,7 +80,7 @@ def evaluate(
         rows += [facts | {"part": part} | row for row in modules[part].measure(context, section)]
         seconds[part] = round(time.perf_counter() - start, 2)
     results = {
-        **report.origin(command),
+        **origin.origin(command),
         **identity,
         "seconds": seconds,
         "checks": checks(rows, suite.checks),

@@ -23,10 +23,11 @@ MODEL_FILES = (
     "attention",
     "layers",
     "layout",
+    "context",
     "cache",
     "losses",
 )
-KERNEL_FILES = ("op", "recurrent", "segments", "dispatch", "reference", "packing", "conv")
+KERNEL_FILES = ("op", "recurrent", "segments", "dispatch", "reference", "packing", "conv", "features")
 AUTO_MAP = {
     "AutoConfig": "configuration_triadic.TriadicConfig",
     "AutoModel": "modeling_triadic.TriadicModel",
