@@ -190,11 +190,12 @@ def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     return tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
 
 
-def run_task(lm: LM, task: str, manager: TaskManager, samples: int | None = None) -> dict[str, Any] | None:
-    """One lm-eval task, as `simple_evaluate` runs it with its default seeds, on its first `samples` documents.
+def run_task(lm: LM, task: str, manager: TaskManager, samples: int | range | None = None) -> dict[str, Any] | None:
+    """One lm-eval task, as `simple_evaluate` runs it with its default seeds.
 
-    `task` is a name the manager knows or a YAML file. Returns lm-eval's results with the samples, in a job of several
-    processes only in the first one. There is no environment report, which costs seconds for each task.
+    `samples`: how many of its first documents, or which of them; None: all. `task` is a name the manager knows or a
+    YAML file. Returns lm-eval's results with the samples, in a job of several processes only in the first one. There
+    is no environment report, which costs seconds for each task.
     """
     random.seed(0)
     np.random.seed(1234)
@@ -204,5 +205,6 @@ def run_task(lm: LM, task: str, manager: TaskManager, samples: int | None = None
     if chosen.get_config("num_fewshot") is None:
         chosen.set_config(key="num_fewshot", value=0)
     chosen.set_fewshot_seed(seed=1234)
-    picked = None if samples is None else {name: list(range(min(samples, len(chosen.eval_docs))))}
+    wanted = range(samples) if isinstance(samples, int) else samples
+    picked = None if wanted is None else {name: [i for i in wanted if i < len(chosen.eval_docs)]}
     return evaluate(lm, loaded, samples=picked, log_samples=True, bootstrap_iters=0)

@@ -22,7 +22,9 @@ PARTS = {
     "perplexity": "triadic.evaluation.perplexity",
     "wikitext": "triadic.evaluation.wikitext",
     "zeroshot": "triadic.evaluation.zeroshot",
+    "recall": "triadic.evaluation.recall",
     "ruler": "triadic.evaluation.ruler",
+    "mqar": "triadic.evaluation.mqar",
     "sample": "triadic.evaluation.sampling",
 }
 
