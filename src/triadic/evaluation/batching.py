@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 Answer = TypeVar("Answer")
 MOST_SEQUENCES = 64
 TOKENS = 32_768  # in one padded batch, where there is no memory to measure
+MOST_TOKENS = 262_144  # in one batch, however much memory there is: more gains no speed
 PROBE = 2048  # tokens of the forward pass that is measured
 SHARE = 0.6  # of the free memory that a batch is to fill, by that measure
 
@@ -73,4 +74,4 @@ def _tokens_that_fit(model: PreTrainedModel) -> int:
     taken = max(1, torch.cuda.max_memory_allocated(model.device) - before)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(model.device)
-    return max(PROBE, int(SHARE * free / taken * PROBE))
+    return min(MOST_TOKENS, max(PROBE, int(SHARE * free / taken * PROBE)))

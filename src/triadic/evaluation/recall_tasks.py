@@ -53,6 +53,11 @@ def _squad(doc: dict[str, Any]) -> str:
     return doc["text"].strip()
 
 
+def _nq(doc: dict[str, Any]) -> str:
+    question, context = doc["question"].strip(), doc["context"].strip()
+    return f"{context.removesuffix(question).strip().strip('.')}. {question}"
+
+
 def _asked(doc: dict[str, Any]) -> str:
     question = doc["question"].strip()
     return f"{_without(doc['context'].strip(), question).strip().strip('.')}. {question}"
@@ -69,7 +74,7 @@ TASKS = {
     "fda": Task("hazyresearch/based-fda", "text", CLOZE, _fda, ("key", "value")),
     "swde": Task("hazyresearch/based-swde-v2", "text", CLOZE, _swde, ("key", "value")),
     "squad": Task("hazyresearch/based-squad", "text", SQUAD, _squad, ("value",)),
-    "nq": Task("hazyresearch/based_nq_{nq}", "context", ASKED, _asked, ("answers",)),
+    "nq": Task("hazyresearch/based_nq_{nq}", "context", ASKED, _nq, ("answers",)),
     "triviaqa": Task("hazyresearch/based_triviaqa", "context", ASKED, _trivia, ()),
     "drop": Task("hazyresearch/based_drop", "context", ASKED, _asked, ()),
 }
