@@ -1,11 +1,7 @@
 """The six recall tasks on invented documents: prompts, cuts and scores against definitions by hand, and an oracle."""
 
-import json
 import re
-from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from lm_eval.api.model import LM
 
@@ -17,35 +13,6 @@ from triadic.evaluation.loading import load_checkpoint
 from triadic.evaluation.recall_tasks import TASKS, contains, make_document, read, window
 from triadic.evaluation.suite import Context
 from triadic.settings import SettingsError, from_dict
-
-
-def fixture(task: str, number: int) -> dict:
-    """A document whose answer stands in the middle of many words."""
-    hay = "ka lo mi ter su no ra vel pi don " * 30
-    answer = ["kamisu", "lovel tera", "Rapi"][number % 3]
-    facts = f"{hay}the word is {answer} {hay}"
-    if task in ("fda", "swde"):
-        text = facts + ("Summary of information above... the word is wrong" if task == "swde" else "the word:")
-        return {"doc_id": number, "file_name": "a.txt", "key": "the word", "value": answer, "text": text}
-    if task == "squad":
-        text = f" {facts}\nThe word is \n"
-        return {"doc_id": str(number), "text": text, "value": answer, "title": "t", "context": facts, "question": "?"}
-    asked = {"question": "The word is ", "orig_question": "What is the word?", "answers": ["nowhere", answer]}
-    return {"doc_id": str(number), "context": f" {facts}. [DOC] [TLE] the word is"} | asked
-
-
-@pytest.fixture(scope="module")
-def local(tmp_path_factory) -> Path:
-    """Five tasks as JSON lines and one as Parquet."""
-    folder = tmp_path_factory.mktemp("recall")
-    for task in TASKS:
-        rows = [fixture(task, number) for number in range(3)]
-        (folder / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "drop.jsonl").unlink()
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist([fixture("drop", n) for n in range(3)]), folder / "drop.parquet"
-    )
-    return folder
 
 
 class Oracle(LM):
@@ -67,9 +34,9 @@ class Oracle(LM):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_an_oracle_scores_one_on_texts_cut_around_the_answer(task, local, tokenizer):
+def test_an_oracle_scores_one_on_texts_cut_around_the_answer(task, recall_files, tokenizer):
     oracle = Oracle(tokenizer)
-    config = RecallConfig(context_length=200, folder=str(local), centre="answer")
+    config = RecallConfig(context_length=200, folder=str(recall_files), centre="answer")
     row = recall.score(oracle, task, config)
     assert (row["value"], row["samples"], row["cut"], row["answer_in_prompt"]) == (1.0, 3, 3, 3)
     assert (row["context_length"], row["data"], row["task_version"]) == (200, "local files", 1.0)
@@ -81,27 +48,27 @@ def test_an_oracle_scores_one_on_texts_cut_around_the_answer(task, local, tokeni
         assert not any("[" in prompt for prompt, _ in oracle.asked)
 
 
-def test_prompts_of_whole_texts(local, tokenizer):
+def test_prompts_of_whole_texts(recall_files, tokenizer):
     hay = ("ka lo mi ter su no ra vel pi don " * 30).strip()
     body = f"{hay} the word is kamisu {hay}"
     prompts = {
         "fda": f"{body} . The word:",
         "swde": f"{body}. The word:",
         "squad": f"{body} \nThe word is",
-        "nq": f"{body} . [DOC] [TLE]. The word is",
+        "nq": f"{body} . [DOC] [TLE] the word is. The word is",
         "triviaqa": f"{body} . The word is",
         "drop": f"{body} . [DOC] [TLE]. The word is",
     }
     for task, expected in prompts.items():
-        document = make_document(task, next(iter(read(task, str(local)))), tokenizer, 100_000, "answer")
+        document = make_document(task, next(iter(read(task, str(recall_files)))), tokenizer, 100_000, "answer")
         assert document["prompt"].split() == expected.split()
         assert document["prompt"][-8:] == expected[-8:]
         assert not document["cut"]
 
 
-def test_the_cut_is_centred_on_the_earliest_match(tokenizer):
+def test_the_cut_is_centred_on_the_earliest_match(tokenizer, recall_row):
     """Every token of the window is the text's own, 150 of them, half before the answer."""
-    row = fixture("nq", 0)
+    row = recall_row("nq", 0)
     text = row["context"].strip()
     ids = tokenizer(text).input_ids
     at = len(tokenizer(text[: text.index("kamisu")]).input_ids)
@@ -126,21 +93,21 @@ def test_contains_ignores_case_and_knows_no_patterns():
     assert not contains("it was aXb (c)", ["a.b"])
 
 
-def test_the_authors_cut(tokenizer):
+def test_the_authors_cut(tokenizer, recall_row):
     """On the key where it comes first, on the head for DROP and TriviaQA, near the end where nothing matches."""
-    row = fixture("fda", 0) | {"key": "lo mi"}
+    row = recall_row("fda", 0) | {"key": "lo mi"}
     assert make_document("fda", row, tokenizer, 200, "harness")["prompt"].startswith("ka lo mi ter")
-    assert "kamisu" not in make_document("drop", fixture("drop", 0), tokenizer, 200, "harness")["prompt"]
-    assert "kamisu" in make_document("squad", fixture("squad", 0), tokenizer, 200, "harness")["prompt"]
-    missing = fixture("nq", 0)
+    assert "kamisu" not in make_document("drop", recall_row("drop", 0), tokenizer, 200, "harness")["prompt"]
+    assert "kamisu" in make_document("squad", recall_row("squad", 0), tokenizer, 200, "harness")["prompt"]
+    missing = recall_row("nq", 0)
     assert "[DOC]" in make_document("nq", missing, tokenizer, 200, "harness")["prompt"]
     placed = make_document("nq", missing | {"tok_pos": 0}, tokenizer, 200, "harness")["prompt"]
     assert placed.startswith("ka lo mi")
-    assert make_document("squad", fixture("squad", 0) | {"value": "k"}, tokenizer, 200, "harness") is None
+    assert make_document("squad", recall_row("squad", 0) | {"value": "k"}, tokenizer, 200, "harness") is None
 
 
-def test_a_model_is_measured_on_all_six(llama, local, tmp_path):
-    suite = from_dict(SuiteConfig, {"name": "test", "recall": {"context_length": 200, "folder": str(local)}})
+def test_a_model_is_measured_on_all_six(llama, recall_files, tmp_path):
+    suite = from_dict(SuiteConfig, {"name": "test", "recall": {"context_length": 200, "folder": str(recall_files)}})
     here = Context(load_checkpoint(str(llama), ModelConfig()), suite, Journal(tmp_path, {}))
     assert recall.check(here, suite.recall).keys() == TASKS.keys()
     rows = recall.measure(here, suite.recall)

@@ -4,7 +4,6 @@ import json
 import random
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -49,15 +48,6 @@ class Oracle(LM):
 @pytest.fixture
 def oracle(tokenizer):
     return Oracle(tokenizer)
-
-
-@pytest.fixture(scope="module")
-def own(tmp_path_factory) -> Path:
-    """A haystack of one's own: two documents of short sentences."""
-    folder = tmp_path_factory.mktemp("own-haystack")
-    for name, word in (("a", "green"), ("b", "yellow")):
-        (folder / f"{name}.txt").write_text("".join(f"{word} sky {i}.\n" for i in range(400)))
-    return folder
 
 
 @pytest.mark.parametrize("length", [512, 1024])
