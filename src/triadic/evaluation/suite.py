@@ -61,6 +61,11 @@ class Context:
             self._batches[key] = Batches(checkpoint.model, options.batch_size, options.batch_tokens)
         return self._batches[key]
 
+    def batch_limits(self) -> dict[str, int] | None:
+        """The limits that the evaluated checkpoint's batches have come to; None if none was needed."""
+        batches = self._batches.get(id(self.checkpoint.model))
+        return None if batches is None else {"sequences": batches.sequences, "tokens": batches.tokens}
+
     def lm(self) -> Any:
         """The checkpoint behind lm-eval's interface; made on first use, since lm-eval takes seconds to import."""
         if self._lm is None:
@@ -101,8 +106,7 @@ def evaluate(
             rows += [facts | {"part": part} | row for row in modules[part].measure(context, section)]
     results = {**origin, **identity, "checks": checks(rows, suite.checks), "rows": rows}
     if rank() == 0:
-        batch = {"sequences": context.batches(checkpoint).sequences, "tokens": context.batches(checkpoint).tokens}
-        write_json(Path(output) / "timing.json", {"parts": timing, "batch": batch})
+        write_json(Path(output) / "timing.json", {"parts": timing, "batch": context.batch_limits()})
         write_json(Path(output) / "results.json", results)
         report.write_markdown(Path(output))
         figures.draw(Path(output))
