@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import load
-from .op import NAMESPACE
+from .op import NAMESPACE, dense
 from .packing import check_cu_seqlens, check_cu_seqlens_metadata
 
 ACTIVATIONS = ("silu", "softplus", "sigmoid", "none")
@@ -73,6 +73,7 @@ def conv_features(
 
 
 @torch.library.custom_op(f"{NAMESPACE}::conv_features", mutates_args=())
+@dense
 def _features(
     x: Tensor,
     weight: Tensor,
@@ -93,6 +94,7 @@ def _(x, weight, cu_seqlens, sizes, groups, activations, wide):
 
 
 @torch.library.custom_op(f"{NAMESPACE}::conv_features_backward", mutates_args=())
+@dense
 def _gradients(
     x: Tensor,
     weight: Tensor,
@@ -107,7 +109,7 @@ def _gradients(
 
 @_gradients.register_fake
 def _(x, weight, cu_seqlens, dys, sizes, groups, activations):
-    return torch.empty_like(x), torch.empty_like(weight)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
 def _keep(ctx, inputs, output):

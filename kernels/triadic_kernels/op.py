@@ -338,9 +338,14 @@ def dense(implementation):
     gaps between rows, and an op's results must have the strides that its fake promised.
     """
 
+    def given(x):
+        if isinstance(x, list):
+            return [given(y) for y in x]
+        return x.contiguous() if isinstance(x, Tensor) else x
+
     @wraps(implementation)
     def call(*arguments):
-        return implementation(*(x.contiguous() if isinstance(x, Tensor) else x for x in arguments))
+        return implementation(*map(given, arguments))
 
     return call
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from triadic.models import TriadicForCausalLM
-from triadic.models.conversion import convert_family, convert_fla, fla_config
+from triadic.models.conversion import convert_family, convert_fla, fla_config, load_any
 from triadic.models.families import FAMILIES
 from triadic.models.upcycling import upcycle
 
@@ -268,3 +268,15 @@ def test_weights_that_do_not_fit_are_named():
         convert_fla(FLA, weights | {"model.other": torch.ones(4)})
     with pytest.raises(ValueError, match="do not fit the config"):
         convert_fla(FLA, weights | {"lm_head.weight": torch.ones(4)})
+
+
+def test_of_a_multimodal_checkpoint_the_text_model_is_read(tokens, tmp_path):
+    torch.manual_seed(0)
+    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32)
+    config = Qwen3_5Config(text_config=SIZES | OWN["qwen3_5_text"], vision_config=vision)
+    source = Qwen3_5ForConditionalGeneration(config).eval()
+    source.save_pretrained(tmp_path)
+    model, converted = load_any(tmp_path)
+    assert converted
+    x = tokens(2, 50)
+    torch.testing.assert_close(logits(model.eval(), x), logits(source, x), rtol=1e-5, atol=1e-5)

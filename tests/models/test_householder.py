@@ -1,4 +1,7 @@
-"""Several writes a token against Gated DeltaProduct's own form: products of Householder matrices in float64."""
+"""Several writes a token against Gated DeltaProduct's own form: products of Householder matrices in float64.
+
+Caching, padding, packing and saving are tested with the other kinds (conftest.py).
+"""
 
 from pathlib import Path
 
@@ -72,28 +75,6 @@ def test_the_layer_is_a_product_of_householder_matrices(changes, make_model):
     with torch.no_grad():
         actual, _ = mixer(u[None], Layout())
     torch.testing.assert_close(actual[0], expected, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("changes", CASES[:2])
-def test_caches_packing_and_padding(changes, make_model, tokens):
-    model, x = make_model("gdn", **changes), tokens(1, 40)
-    with torch.no_grad():
-        whole = model(x).logits
-        for split in (1, 33):
-            cache = model(x[:, :split], use_cache=True)
-            name = "cache" if "cache" in cache else "past_key_values"
-            parts, cache = [cache.logits], cache[name]
-            for t in range(split, 40) if split > 1 else (slice(1, 40),):
-                piece = x[:, t : t + 1] if isinstance(t, int) else x[:, t]
-                parts.append(model(piece, use_cache=True, **{name: cache}).logits)
-            torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
-        packed = model(x, cu_seq_lens_q=torch.tensor([0, 13, 40]), use_cache=False).logits
-        apart = torch.cat([model(x[:, :13]).logits, model(x[:, 13:]).logits], 1)
-        torch.testing.assert_close(packed, apart, rtol=1e-4, atol=1e-4)
-        padded = torch.cat([torch.zeros_like(x[:, :5]), x], 1)
-        mask = torch.ones_like(padded)
-        mask[:, :5] = 0
-        torch.testing.assert_close(model(padded, attention_mask=mask).logits[:, 5:], whole, rtol=1e-4, atol=1e-4)
 
 
 def test_two_writes_cost_twice_the_recurrence_and_no_state(make_model):
