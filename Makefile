@@ -82,7 +82,7 @@ bench: $(INSTALLED) ## the op against softmax attention and, where installed, fl
 	python kernels/benchmarks/bench.py --shapes 4x8192 4x32768 1x65536 \
 	    --impl triadic fla flashqla sdpa_cudnn sdpa_flash --profile
 
-bench-train: $(INSTALLED) ## training speed on one GPU: tokens/s, MFU, peak memory, 4k and 64k windows (four minutes)
+bench-train: $(INSTALLED) ## training speed on one GPU: tokens/s, MFU, peak memory, 4k and 64k windows (minutes)
 	scripts/bench_train.sh
 
 bench-train-2gpu: $(INSTALLED) ## data and context parallelism on two GPUs against one

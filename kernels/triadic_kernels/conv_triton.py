@@ -103,8 +103,9 @@ def features_kernel(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    t = tl.program_id(1) * BT + tl.arange(0, BT)
-    r_d = tl.program_id(0) * BD + tl.arange(0, BD)
+    i_d, i_t = tl.program_id(0) % tl.cdiv(D, BD), tl.program_id(0) // tl.cdiv(D, BD)  # neighbours share tokens
+    t = i_t * BT + tl.arange(0, BT)
+    r_d = i_d * BD + tl.arange(0, BD)
     m_d = r_d < D
     low, _ = document(tl.minimum(t, TOKENS - 1), cu_seqlens, T, N, STEPS)
     z = convolve(x, weight, t, r_d, m_d, low, TOKENS, C, W)
@@ -136,9 +137,9 @@ def slopes_kernel(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    i_t = tl.program_id(1)
+    i_d, i_t = tl.program_id(0) % tl.cdiv(D, BD), tl.program_id(0) // tl.cdiv(D, BD)
     t = i_t * BT + tl.arange(0, BT)
-    r_d = tl.program_id(0) * BD + tl.arange(0, BD)
+    r_d = i_d * BD + tl.arange(0, BD)
     m_d = r_d < D
     m = (t < TOKENS)[:, None] & m_d[None, :]
     low, _ = document(tl.minimum(t, TOKENS - 1), cu_seqlens, T, N, STEPS)
@@ -173,8 +174,9 @@ def inputs_kernel(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    t = tl.program_id(1) * BT + tl.arange(0, BT)
-    r_d = tl.program_id(0) * BD + tl.arange(0, BD)
+    i_d, i_t = tl.program_id(0) % tl.cdiv(C, BD), tl.program_id(0) // tl.cdiv(C, BD)
+    t = i_t * BT + tl.arange(0, BT)
+    r_d = i_d * BD + tl.arange(0, BD)
     m_d = r_d < C
     _, high = document(tl.minimum(t, TOKENS - 1), cu_seqlens, T, N, STEPS)
     b_d = tl.zeros([BT, BD], tl.float32)
@@ -214,8 +216,7 @@ def forward(x, weight, cu_seqlens, sizes, groups, activations, dtypes):
     with current(x.device):
         for i, first, size in parts(sizes):
             BD = columns(groups[i])
-            grid = (triton.cdiv(size, BD), triton.cdiv(place[1], BT))
-            features_kernel[grid](
+            features_kernel[(triton.cdiv(size, BD) * triton.cdiv(place[1], BT),)](
                 x[..., first:], weight[first:], cu_seqlens, outputs[i], *place, C, size, W, groups[i], activations[i],
                 EPS, BT, BD, num_warps=8, enable_fp_fusion=True,
             )  # fmt: skip
@@ -231,11 +232,11 @@ def backward(x, weight, cu_seqlens, dys, sizes, groups, activations):
     with current(x.device):
         for i, first, size in parts(sizes):
             BD = columns(groups[i])
-            slopes_kernel[(triton.cdiv(size, BD), tiles)](
+            slopes_kernel[(triton.cdiv(size, BD) * tiles,)](
                 x[..., first:], weight[first:], cu_seqlens, dys[i].contiguous(), dz[..., first:], dweight[:, first:],
                 *place, C, size, W, groups[i], activations[i], EPS, BT, BD, num_warps=8, enable_fp_fusion=True,
             )  # fmt: skip
-        inputs_kernel[(triton.cdiv(C, 128), tiles)](
+        inputs_kernel[(triton.cdiv(C, 128) * tiles,)](
             dz, weight, cu_seqlens, dx, *place, C, W, BT, 128, num_warps=8, enable_fp_fusion=True,
         )  # fmt: skip
     return dx, dweight.sum(0).to(weight.dtype)

@@ -114,12 +114,16 @@ def _(x, weight, cu_seqlens, dys, sizes, groups, activations):
 
 def _keep(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:3])
-    ctx.options = inputs[3:6]
+    ctx.options, ctx.wide = inputs[3:6], inputs[6]
 
 
 def _differentiate(ctx, dys):
     x, weight, cu_seqlens = ctx.saved_tensors
-    return *_gradients(x, weight, cu_seqlens, list(dys), *ctx.options), None, None, None, None, None
+    dys = [
+        x.new_zeros(*x.shape[:2], size, dtype=torch.float32 if full else x.dtype) if dy is None else dy
+        for dy, size, full in zip(dys, ctx.options[0], ctx.wide, strict=True)
+    ]
+    return *_gradients(x, weight, cu_seqlens, dys, *ctx.options), None, None, None, None, None
 
 
 _features.register_autograd(_differentiate, setup_context=_keep)

@@ -15,7 +15,7 @@ PROGRAM = Path(__file__).with_name("features_cases.py")
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
 def test_equals_the_definition(dtype, tolerance):
     env = dict(os.environ, TRITON_INTERPRET="1")
     done = subprocess.run([sys.executable, PROGRAM, "--dtypes", dtype], env=env, capture_output=True, text=True)

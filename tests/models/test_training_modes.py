@@ -71,7 +71,7 @@ def test_compiled_checkpointed(make_model, tokens, close):
     compiled_equals_eager(model, ids, close, "aot_eager", shift_labels=ids, cu_seq_lens_q=BOUNDS)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_layer_by_layer(make_model, tokens, close, checkpointed):
     """No breaks, one compilation for all layers of a kind, few for all numbers of documents."""
     model, ids = make_model("gdn", layer_types=["linear_attention"] * 3).train(), tokens(1, 12)

@@ -70,6 +70,14 @@ def test_twenty_steps_equal_those_of_one_process(engine, launched, configure, ro
 
 @slow
 @pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
+def test_processes_of_an_engine_share_windows(engine, launched, stand_at, templates, rows):
+    folder = stand_at(8)
+    launched(engine, "parallel.context=2", f"parallel.engine={engine}", "parallel.processes=2")
+    close(rows(folder), rows(templates[12]))
+
+
+@slow
+@pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
 def test_one_process_takes_over_an_engine_that_was_resumed_twice(
     engine, launched, configure, rows, tmp_path, templates
 ):
