@@ -158,11 +158,41 @@ def test_batch_size_does_not_change_scores(hf_folder):
 
 
 def test_batches_are_limited_in_sequences_and_tokens(llama):
-    lm = TriadicLM(str(llama), batch_size=3, batch_tokens=20)
+    batches = TriadicLM(str(llama), batch_size=3, batch_tokens=20).batches
     lengths = [4, 30, 5, 9, 5, 8, 1]
-    batches = list(lm._batches(lengths))
-    assert sorted(i for batch in batches for i in batch) == list(range(7))
-    assert [[lengths[i] for i in batch] for batch in batches] == [[30], [9, 8], [5, 5, 4], [1]]
+    made = list(batches.run(lengths, lambda batch: [lengths[i] for i in batch]))
+    assert sorted(i for batch, _ in made for i in batch) == list(range(7))
+    assert [answers for _, answers in made] == [[30], [9, 8], [5, 5, 4], [1]]
+
+
+def test_batches_shrink_when_memory_runs_out(hf_folder, monkeypatch):
+    """A device on which 40 tokens fit: the size is found, and scores and texts are those of one by one."""
+    prompts = ["ka " * n for n in (1, 30, 9, 2, 5, 12, 3)]
+    scored = asks("loglikelihood", *[(prompt, " su") for prompt in prompts])
+    written = asks("generate_until", *[(prompt, {"max_gen_toks": 6, "do_sample": False}) for prompt in prompts])
+    one, lm = TriadicLM(str(hf_folder), batch_size=1), TriadicLM(str(hf_folder))
+    expected = one.loglikelihood(scored), one.generate_until(written)
+    sizes: list[tuple[int, int]] = []
+    monkeypatch.setattr(type(lm.model.base_model), "forward", _guard(type(lm.model.base_model).forward, sizes))
+    values = lm.loglikelihood(scored)
+    assert max(rows for rows, _ in sizes) > 1
+    assert lm.batches.tokens <= 40
+    torch.testing.assert_close(torch.tensor(values), torch.tensor(expected[0]), rtol=1e-5, atol=1e-5)
+    assert lm.generate_until(written) == expected[1]
+    with pytest.raises(ValueError, match=r"one sequence of .* tokens does not fit into the device's memory"):
+        lm.loglikelihood(asks("loglikelihood", ("ka " * 200, " su")))
+
+
+def _guard(forward, sizes):
+    """A body's forward pass that runs out of memory beyond 40 tokens."""
+
+    def guarded(self, input_ids=None, **options):
+        sizes.append(tuple(input_ids.shape))
+        if input_ids.numel() > 40:
+            raise torch.OutOfMemoryError("out of memory")
+        return forward(self, input_ids=input_ids, **options)
+
+    return guarded
 
 
 def test_padded_prompts_give_the_logits_of_unpadded_ones(hf_folder):

@@ -6,8 +6,6 @@ import re
 import shutil
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
@@ -20,73 +18,6 @@ from triadic.evaluation.journal import Journal
 from triadic.evaluation.loading import load_checkpoint
 from triadic.evaluation.suite import Context
 
-FOUR = {"text": ["ka lo", "mi ter", "su", "no ra"], "label": ["A", "B", "C", "D"]}
-ROWS = {  # task -> three documents
-    "lambada_openai": [{"text": f"ka lo mi ter su no {word}"} for word in ("ra", "vel", "don")],
-    "hellaswag": [
-        {
-            "activity_label": "Ka",
-            "ctx_a": "mi ter.",
-            "ctx_b": "su no",
-            "endings": ["ka ka.", "lo [title] mi.", "ter.", "su no ra."],
-            "label": str(i),
-        }
-        for i in range(3)
-    ],
-    "piqa": [{"goal": "ka lo mi", "sol1": f"ter su {i}", "sol2": "no", "label": i % 2} for i in range(3)],
-    "arc_easy": [{"question": "ka?", "choices": FOUR, "answerKey": "ABCD"[i]} for i in range(3)],
-    "arc_challenge": [{"question": "lo?", "choices": FOUR, "answerKey": "DCBA"[i]} for i in range(3)],
-    "winogrande": [
-        {"sentence": "ka lo _ mi ter", "option1": "no", "option2": "ra vel", "answer": str(1 + i % 2)} for i in range(3)
-    ],
-    "openbookqa": [{"question_stem": "mi lo", "choices": FOUR, "answerKey": "ABCD"[i]} for i in range(3)],
-    "sciq": [
-        {
-            "question": "ka lo?",
-            "distractor1": "mi",
-            "distractor2": "ter",
-            "distractor3": "su",
-            "correct_answer": "no ra",
-            "support": f" vel {i} pi",
-        }
-        for i in range(3)
-    ],
-    "boolq": [{"question": "ka lo", "passage": "mi ter su.", "label": i % 2} for i in range(3)],
-    "copa": [
-        {
-            "premise": "Ka lo mi.",
-            "choice1": "Ter su.",
-            "choice2": "No ra.",
-            "question": ("cause", "effect")[i % 2],
-            "label": i % 2,
-        }
-        for i in range(3)
-    ],
-}
-PAGES = [
-    "= Ka = \n ka lo , mi ter su . \n It 's a @-@ b ( c ) . \n",
-    "= Lo = \n no ra vel pi don ka lo ; mi . \n" * 3,
-    "",
-]
-
-
-@pytest.fixture(scope="module")
-def local(tmp_path_factory):
-    """Nine tasks as JSON lines and one as Parquet."""
-    folder = tmp_path_factory.mktemp("zeroshot")
-    for task, rows in ROWS.items():
-        (folder / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "sciq.jsonl").unlink()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS["sciq"]), folder / "sciq.parquet")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory):
-    file = tmp_path_factory.mktemp("wikitext") / "test.jsonl"
-    file.write_text("".join(json.dumps({"page": page}) + "\n" for page in PAGES))
-    return file
-
 
 @pytest.fixture(scope="module")
 def shipped():
@@ -96,7 +27,7 @@ def shipped():
 
 def test_the_ten_tasks_score_as_with_lm_evals_wrapper(llama, local, shipped):
     """Log-likelihoods decide; so small a model's scores would agree by chance too often."""
-    assert shipped.keys() == ROWS.keys()
+    assert shipped.keys() == {file.stem for file in local.iterdir()}
     ours = TriadicLM(str(llama))
     stock = HFLM(str(llama), device="cpu", dtype="float32", softmax_dtype="float32")
     for task, metric in shipped.items():
@@ -140,6 +71,11 @@ def test_suite_of_tasks_and_documents(llama, local, pages, tmp_path):
     assert (tmp_path / "steps" / "wikitext-000001.json").is_file()
 
 
+def texts_of(pages):
+    """The pages that hold text."""
+    return [row["page"] for row in map(json.loads, pages.read_text().splitlines()) if row["page"]]
+
+
 def wiki(folder, pages, output, **options):
     section = {"path": str(pages), **options}
     suite = settings.from_dict(config.SuiteConfig, {"name": "wikitext", "wikitext": section})
@@ -152,7 +88,7 @@ def test_token_perplexity_equals_a_loop(hf_folder, pages, tmp_path, tokenizer):
     rows = wiki(hf_folder, pages, tmp_path, detokenize=False)
     model = AutoModelForCausalLM.from_pretrained(hf_folder).eval()
     total, count = 0.0, 0
-    for page in PAGES[:2]:
+    for page in texts_of(pages):
         ids = [1, *tokenizer.encode(page, add_special_tokens=False)]
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
@@ -160,7 +96,7 @@ def test_token_perplexity_equals_a_loop(hf_folder, pages, tmp_path, tokenizer):
         count += len(ids) - 1
     assert rows["token_perplexity"]["tokens_scored"] == count
     assert rows["token_perplexity"]["value"] == pytest.approx(math.exp(total / count), rel=1e-6)
-    words = sum(len(re.split(r"\s+", page)) for page in PAGES[:2])
+    words = sum(len(re.split(r"\s+", page)) for page in texts_of(pages))
     assert rows["word_perplexity"]["value"] == pytest.approx(math.exp(total / words), rel=1e-6)
 
 
@@ -177,7 +113,7 @@ def test_word_perplexity_equals_lm_evals(llama, pages, tmp_path):
     tokenizer.save_pretrained(plain)
     full = tmp_path / "local"
     full.mkdir()
-    (full / "wikitext.jsonl").write_text("".join(json.dumps({"page": page}) + "\n" for page in PAGES[:2]))
+    (full / "wikitext.jsonl").write_text("".join(json.dumps({"page": page}) + "\n" for page in texts_of(pages)))
     lm = HFLM(str(plain), device="cpu", dtype="float32", softmax_dtype="float32")
     name = zeroshot._overlay(tmp_path, "wikitext", full / "wikitext.jsonl")
     stock = run_task(lm, name, zeroshot.stock_tasks())["results"]["wikitext"]["word_perplexity,none"]

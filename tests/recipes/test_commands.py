@@ -11,6 +11,7 @@ import yaml
 from triadic import settings
 from triadic.data import DataConfig
 from triadic.evaluation import SuiteConfig
+from triadic.evaluation.compare import paper_rows
 from triadic.training import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +81,12 @@ def check_analyse(arguments, processes, made):
     made.add(option(arguments, "--output"))
 
 
+def check_compare(arguments, processes, made):
+    options = [i for i, word in enumerate(arguments) if word.startswith("--")]
+    assert set(arguments[: options[0]]) <= made
+    paper_rows(arguments[arguments.index("--paper") + 1 :])
+
+
 def check_collect(arguments, processes, made):
     assert (ROOT / arguments[0] / "expected.json").is_file()
     assert option(arguments, "--scale") in SCALES
@@ -91,6 +98,7 @@ CHECKS = {
     "scripts/upcycle.py": check_upcycle,
     "scripts/evaluate.py": check_evaluate,
     "scripts/analyse.py": check_analyse,
+    "scripts/compare.py": check_compare,
     "recipes/collect.py": check_collect,
 }
 

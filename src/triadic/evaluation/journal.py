@@ -76,12 +76,20 @@ def write_json(path: Path, value: Any) -> None:
 
     Raises ValueError if the disk refuses.
     """
+    _write(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write JSON lines the same way."""
+    _write(path, "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
+
+
+def _write(path: Path, text: str) -> None:
     scratch = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(scratch, "w") as file:
-            json.dump(value, file, indent=1, allow_nan=False)
-            file.write("\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(scratch, path)

@@ -10,10 +10,12 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-import triadic  # noqa: F401  (registers the model with transformers' Auto classes)
+import triadic.models.families  # noqa: F401  (registers ours with transformers' Auto classes)
 from triadic.data import tokenizer_hash
 from triadic.evaluation.config import ModelConfig
 from triadic.evaluation.scoring import check_head
+from triadic.models import TriadicConfig
+from triadic.models.accounting import state_bytes
 from triadic.models.loading import load_tokenizer, load_weights, one_line
 
 ACCEPTED = "a Hugging Face folder, a run folder or a hub id"
@@ -41,7 +43,15 @@ class Checkpoint:
             "parameters": self.model.num_parameters(),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "max_length": self.max_length,
+            "state_mb": state_mb(self.model.config),
         }
+
+
+def state_mb(config: AutoConfig) -> dict[str, float] | None:
+    """Megabytes (1e6 bytes, 2 an entry) that decoding keeps after 4k and 64k tokens; None for other families."""
+    if not isinstance(config, TriadicConfig):
+        return None
+    return {str(length): state_bytes(config, length) / 1e6 for length in (4096, 65_536)}
 
 
 def find_checkpoint(name: str) -> Path:

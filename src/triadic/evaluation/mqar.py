@@ -10,19 +10,25 @@ convolution, activation, L2 norm, gate or delta rule; E = 1 keeps its second pro
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
+from triadic.evaluation.journal import gather, rank, world_size
 from triadic.models import TriadicConfig, TriadicModel
 from triadic.models.losses import LanguageModelHead
 from triadic.models.mixers import TriadicLinearAttention
+
+if TYPE_CHECKING:
+    from triadic.evaluation.config import MqarGridConfig
+    from triadic.evaluation.suite import Context
 
 TEST_SEED = 1_000_003  # of the held-out sequences; training draws with the run's seed
 
@@ -137,12 +143,13 @@ def draw(config: MqarConfig, pairs: int, sequences: int, generator: torch.Genera
     """keys, values, queries, answers, each [sequences, pairs] int64 on the generator's device."""
     device = generator.device
 
-    def ranks(choices: int) -> torch.Tensor:
-        return torch.rand(sequences, choices, generator=generator, device=device).argsort(dim=1)
+    def choose(choices: int) -> torch.Tensor:
+        """`pairs` different numbers below `choices` in random order: where the largest of as many draws stand."""
+        return torch.rand(sequences, choices, generator=generator, device=device).topk(pairs, dim=1).indices
 
-    keys = ranks(config.keys)[:, :pairs]
+    keys = choose(config.keys)
     values = torch.randint(config.values, (sequences, pairs), generator=generator, device=device) + config.keys
-    order = ranks(pairs)
+    order = choose(pairs)
     return keys, values, keys.gather(1, order), values.gather(1, order)
 
 
@@ -265,3 +272,37 @@ def capacity(curve: dict[int, float]) -> float | None:
             share = (above - 0.5) / (above - below)
             return low * (high / low) ** share
     return None
+
+
+def check(context: "Context", config: "MqarGridConfig") -> dict[str, str]:
+    """Raise ValueError unless the slices are given or the checkpoint has some."""
+    _slices(context, config)
+    return {}
+
+
+def measure(context: "Context", config: "MqarGridConfig") -> list[dict[str, Any]]:
+    """One row for each model trained, then what `summarize` makes of them. Processes share the runs between them."""
+    runs = [
+        dataclasses.replace(config.training, pairs=pairs, slices=slices, seed=seed)
+        for slices in _slices(context, config)
+        for pairs in config.pairs
+        for seed in range(config.seeds)
+    ]
+
+    def some(group: list[MqarConfig]) -> list[dict[str, Any]]:
+        rows = [train(run, context.checkpoint.model.device) for run in group[rank() :: world_size()]]
+        return gather([{key: value for key, value in row.items() if key != "seconds"} for row in rows])
+
+    rows, size = [], world_size()
+    for run in range(0, len(runs), size):
+        group = runs[run : run + size]
+        names = "-".join(f"E{r.slices}.N{r.pairs}.{r.seed}" for r in group)
+        rows += context.journal.once(f"mqar-{names}", functools.partial(some, group))
+    return [*rows, *summarize(rows, config.training)]
+
+
+def _slices(context: "Context", config: "MqarGridConfig") -> list[int]:
+    own = getattr(context.checkpoint.model.config, "second_key_dim", None)
+    if config.slices is None and own is None:
+        raise ValueError(f"{context.checkpoint.name} has no second key whose size mqar could take; give mqar.slices")
+    return config.slices or [own]

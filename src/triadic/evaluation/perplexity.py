@@ -6,8 +6,7 @@ targets. A bucket's perplexity is exp of its mean loss.
 
 Buckets hold the tokens that happen to lie there. In most windows what lies where is chance, which evens out over many;
 in a document's first window it is not: openings follow a form (a title, a salutation) that is easier to predict than
-the text behind it and falls into the first bucket alone. Where documents are so short that this hides what context
-gives, `skip_opening_windows` leaves each document's first window out.
+the text behind it, so where documents are short the first buckets show less than what context gives.
 
 Every standard error is over documents (windows of one document are not independent): with x_i the value of window i
 and m their mean, SE^2 = G / (G - 1) * sum over documents of (sum over its windows of (x_i - m))^2 / n^2, for G
@@ -69,8 +68,12 @@ def _check_length(checkpoint: Checkpoint, window: int) -> None:
 
 
 def _windows(context: "Context", config: PerplexityConfig) -> tuple[Documents, list[Window]]:
-    documents = open_documents(context.data("validation"), context.checkpoint.tokenizer, context.suite.data.column)
-    return documents, full_windows(documents, config.window, config.max_windows, config.skip_opening_windows)
+    if "windows" not in context.kept:
+        text = context.data("validation"), context.checkpoint.tokenizer, context.suite.data.column
+        documents = open_documents(*text)
+        windows = full_windows(documents, config.window, config.max_windows)
+        context.kept["windows"] = documents, windows
+    return context.kept["windows"]
 
 
 def unigram_losses(store: TokenStore, vocabulary: int) -> np.ndarray:
@@ -121,7 +124,7 @@ def _measured(
 ) -> dict[str, np.ndarray]:
     """Mean losses of windows: "buckets" [n, buckets], "curve" [n, bins], "whole" [n]; with a table "unigram" [n]."""
     edges = np.array(curve_edges(config.window, config.curve_points))
-    batch = max(1, min(context.suite.model.batch_size, context.suite.model.batch_tokens // config.window))
+    batches = context.batches(checkpoint)
 
     def score(some: list[Window]) -> list[dict[str, Any]]:
         tokens = np.stack([documents.read(w.document, w.start, w.start + config.window + 1) for w in some])
@@ -140,7 +143,8 @@ def _measured(
 
     def step(group: list[Window]) -> list[dict[str, Any]]:
         mine = group[rank() :: world_size()]
-        return gather([row for first in range(0, len(mine), batch) for row in score(mine[first : first + batch])])
+        made = batches.run([config.window] * len(mine), lambda batch: score([mine[i] for i in batch]))
+        return gather([row for _, rows in made for row in rows])  # of equal lengths, hence in their order
 
     rows = []
     with tqdm(total=len(windows), desc=name, unit="window", disable=rank() != 0) as bar:

@@ -1,52 +1,8 @@
-"""Where a result comes from, and its files: results.md and figures, both made from results.json alone."""
+"""results.md, made from results.json alone."""
 
-import datetime
-import importlib.metadata
 import json
-import platform
-import subprocess
 from pathlib import Path
 from typing import Any
-
-import torch
-
-PACKAGES = ("triadic", "torch", "transformers", "tokenizers", "datasets", "lm-eval", "wonderwords")
-
-
-def origin(command: str) -> dict[str, Any]:
-    """Commit, date, machine and command of a measurement, as every result file has them."""
-    gpu = torch.cuda.is_available()
-    return {
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "gpu": torch.cuda.get_device_name() if gpu else None,
-        "gpu_count": torch.cuda.device_count() if gpu else 0,
-        "command": command,
-    }
-
-
-def versions() -> dict[str, str]:
-    """Python's and each relevant package's version, of those installed."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def commit() -> str | None:
-    """The git commit of this source tree, with "-dirty" if files differ; None outside a repository."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def write_markdown(folder: Path) -> str:
@@ -65,7 +21,9 @@ def write_markdown(folder: Path) -> str:
         ("Perplexity by position", _positions),
         ("WikiText-2", _wikitext),
         ("Zero-shot", _zeroshot),
+        ("Recall", _recall),
         ("Needle in a haystack", _needles),
+        ("Associative recall", _mqar),
         ("Sample", _samples),
     ):
         body = make(results)
@@ -76,53 +34,8 @@ def write_markdown(folder: Path) -> str:
     return text
 
 
-def draw(folder: Path) -> list[Path]:
-    """Draw the figures that results.json has rows for; returns their paths."""
-    rows = json.loads((folder / "results.json").read_text())["rows"]
-    wanted = [row for row in rows if row["metric"] in ("loss_by_position", "perplexity")]
-    return [_draw_positions(wanted, folder / "ppl_by_position.png")] if wanted else []
-
-
-def _draw_positions(rows: list[dict[str, Any]], path: Path) -> Path:
-    """Perplexity against position, with two standard errors: buckets as bars over the finer curve."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
-    for number, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
-        own = [row for row in rows if row["model"] == model]
-        buckets = [row for row in own if row["metric"] == "perplexity"]
-        _draw_curve(axes, [row for row in own if row["metric"] == "loss_by_position"], f"C{number}")
-        for row in buckets:
-            low, high = row["position"]
-            line = axes.plot([low + 1, high], [row["value"]] * 2, color=f"C{number}", linewidth=2.5)
-            middle, error = ((low + 1) * high) ** 0.5, 2 * row["value"] * (row["loss_se"] or 0.0)
-            axes.errorbar(middle, row["value"], error, color=f"C{number}", capsize=3)
-        line[0].set_label(model)
-    axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="perplexity")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
-    axes.legend()
-    axes.grid(alpha=0.3, which="both")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return path
-
-
-def _draw_curve(axes: Any, rows: list[dict[str, Any]], color: str) -> None:
-    import numpy as np
-
-    low, high = np.array([row["position"] for row in rows]).T
-    middle = np.sqrt((low + 1) * high)  # geometric middle of positions counted from 1
-    loss = np.array([row["value"] for row in rows])
-    spread = 2 * np.array([row["se"] or 0.0 for row in rows])
-    axes.plot(middle, np.exp(loss), color=color, alpha=0.6, linewidth=1)
-    axes.fill_between(middle, np.exp(loss - spread), np.exp(loss + spread), color=color, alpha=0.12, linewidth=0)
-
-
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+def table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Lines of a Markdown table; none without rows."""
     return [" | ".join(["", *cells, ""]).strip() for cells in (header, ["---"] * len(header), *rows)] if rows else []
 
 
@@ -144,7 +57,7 @@ def _checks(results: dict) -> list[str]:
         [c["name"], _figure(c["value"]), f"{c['at_least']:g}", "passed" if c["passed"] else "FAILED"]
         for c in results["checks"]
     ]
-    return _table(["check", "figure", "at least", ""], cells)
+    return table(["check", "figure", "at least", ""], cells)
 
 
 def _heldout(results: dict) -> list[str]:
@@ -154,7 +67,7 @@ def _heldout(results: dict) -> list[str]:
         "gain_over_unigram": "gain over the unigram model",
     }
     cells = [[row["model"], names[row["metric"]], _plus_minus(row, 4)] for row in _pick(results, *names)]
-    return _table(["model", "figure", "value ± standard error"], cells)
+    return table(["model", "figure", "value ± standard error"], cells)
 
 
 def _positions(results: dict) -> list[str]:
@@ -162,17 +75,15 @@ def _positions(results: dict) -> list[str]:
     cells = [
         [row["model"], "{}-{}".format(*row["position"]), _plus_minus(row, 2), f"{row['loss']:.4f}"] for row in rows
     ]
-    lines = _table(["model", "position", "perplexity ± standard error", "loss"], cells)
+    lines = table(["model", "position", "perplexity ± standard error", "loss"], cells)
     for row in _pick(results, "context_gain"):
         a, b, c, d = row["position"]
-        errors = "" if row["se"] is None else f" ({row['value'] / row['se']:.1f} standard errors)"
+        errors = "" if not row["se"] else f" ({row['value'] / row['se']:.1f} standard errors)"
         lines += ["", f"{row['model']}: loss at {a}-{b} minus loss at {c}-{d}: {_plus_minus(row, 4)} nats{errors}."]
     if rows:
-        skipped = results["suite"]["perplexity"]["skip_opening_windows"]
         lines += [
             "",
-            f"{rows[0]['windows']} windows of {rows[0]['window']} tokens from {rows[0]['documents']} documents"
-            f"{', without the window that each document begins with' if skipped else ''}. "
+            f"{rows[0]['windows']} windows of {rows[0]['window']} tokens from {rows[0]['documents']} documents. "
             "Differences are taken within windows, standard errors over documents.",
         ]
     return lines
@@ -181,22 +92,43 @@ def _positions(results: dict) -> list[str]:
 def _wikitext(results: dict) -> list[str]:
     rows = _pick(results, "token_perplexity", "word_perplexity")
     cells = [[row["metric"].replace("_", " "), f"{row['value']:.2f}", f"{row['tokens_scored']:,}"] for row in rows]
-    return _table(["figure", "value", "tokens scored"], cells)
+    return table(["figure", "value", "tokens scored"], cells)
 
 
 def _zeroshot(results: dict) -> list[str]:
     rows = [row for row in results["rows"] if row["part"] == "zeroshot" and "task" in row]
     cells = [[row["task"], row["metric"], _plus_minus(row, 4), str(row["samples"])] for row in rows]
     cells += [["mean", "", f"{row['value']:.4f}", ""] for row in _pick(results, "zeroshot_mean")]
-    return _table(["task", "metric", "value ± standard error", "samples"], cells)
+    return table(["task", "metric", "value ± standard error", "samples"], cells)
+
+
+def _recall(results: dict) -> list[str]:
+    rows = _pick(results, "recall")
+    cells = [[row["task"], _plus_minus(row, 4), str(row["samples"]), str(row["cut"]), row["data"]] for row in rows]
+    cells += [["mean", f"{row['value']:.4f}", "", "", ""] for row in _pick(results, "recall_mean")]
+    lines = table(["task", "answers found ± standard error", "samples", "of them cut", "data"], cells)
+    if rows:
+        lines += ["", f"Texts are cut to {rows[0]['context_length']} tokens less 50, centred by: {rows[0]['centre']}."]
+    return lines
 
 
 def _needles(results: dict) -> list[str]:
+    rows = _pick(results, "contains", "contains_local")
     cells = [
-        [row["task"], str(row["length"]), _plus_minus(row, 3), str(row["samples"])]
-        for row in _pick(results, "contains")
+        [row["task"], str(row["length"]), _plus_minus(row, 3), str(row["samples"]), row["haystack"]] for row in rows
     ]
-    return _table(["task", "length", "answers found ± standard error", "samples"], cells)
+    lines = table(["task", "length", "answers found ± standard error", "samples", "haystack"], cells)
+    for row in _pick(results, "niah_mean", "niah_mean_local"):
+        lines += ["", f"Mean over tasks and lengths: {row['value']:.4f}."]
+    if _pick(results, "contains_local"):
+        lines += ["", "Scores on a haystack called local are not RULER's and do not compare with published ones."]
+    return lines
+
+
+def _mqar(results: dict) -> list[str]:
+    rows = [row for row in results["rows"] if row["part"] == "mqar" and row["metric"] == "accuracy"]
+    cells = [[str(row["E"]), str(row["N"]), str(row["seed"]), f"{row['value']:.4f}"] for row in rows]
+    return table(["E", "pairs", "seed", "accuracy"], cells)
 
 
 def _samples(results: dict) -> list[str]:

@@ -1,43 +1,40 @@
 """RULER's needle-in-a-haystack tasks at chosen lengths, from lm-eval's own task files.
 
 The score is the share of answers that occur in 128 greedily generated tokens, ignoring case. Each task and length is
-a run of its own, so its samples depend on nothing but the tokenizer and lm-eval's version; they are kept beside the
-results, and their hash goes into the rows.
+a run of its own, so its samples depend on nothing but the tokenizer and lm-eval's version (and a haystack of one's
+own); they are frozen as JSON lines before a model sees them, and their hash goes into the rows.
+
+Scores on another haystack than RULER's essays have a metric of their own, "contains_local", and a mean of their own.
 """
 
 import contextlib
 import functools
 import hashlib
-import io
 import itertools
 import json
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
-import lm_eval
 from lm_eval.api.model import LM
-from lm_eval.tasks import TaskManager
 
 from triadic.evaluation.config import RulerConfig
 from triadic.evaluation.harness import TriadicLM, run_task
+from triadic.evaluation.haystack import ESSAY_TASKS, NEW_TOKENS, TASKS, Haystack, frozen, open_haystack, stock_tasks
+from triadic.evaluation.journal import share
 
 if TYPE_CHECKING:
     from triadic.evaluation.suite import Context
 
-TASKS = Path(lm_eval.__file__).parent / "tasks" / "ruler"
-NEW_TOKENS = 128  # what lm-eval's task files generate
 ALLOWANCE = 256  # a prompt with its answer prefix and the generation may exceed the nominal length by this
-OFFLINE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3")  # the tasks that need no essays
 
 
 def check(context: "Context", config: RulerConfig) -> dict[str, str]:
-    """Raise ValueError for an unknown task, or a length beyond what the model takes."""
-    unknown = [task for task in config.tasks if task not in OFFLINE]
+    """Raise ValueError for an unknown task, a length beyond what the model takes, or essays that cannot be had."""
+    unknown = [task for task in config.tasks if task not in TASKS]
     if unknown:
-        raise ValueError(f"unknown ruler tasks {', '.join(unknown)}; this suite runs {', '.join(OFFLINE)}")
+        raise ValueError(f"unknown ruler tasks {', '.join(unknown)}; this suite runs {', '.join(TASKS)}")
     limit = context.checkpoint.max_length
     too_long = [length for length in config.lengths if limit is not None and length > limit]
     if too_long:
@@ -45,51 +42,80 @@ def check(context: "Context", config: RulerConfig) -> dict[str, str]:
             f"ruler.lengths has {too_long}, but {context.checkpoint.name} takes at most {limit} tokens; "
             "leave them out, or raise model.max_length if the model can extrapolate"
         )
-    return {}  # the samples' hashes are in the rows
+    haystack = _haystack(config)
+    return {} if haystack is None else {haystack.name: haystack.sha256}  # the samples' hashes are in the rows
 
 
 def measure(context: "Context", config: RulerConfig) -> list[dict[str, Any]]:
-    """One row for each task and length: its score, the number of samples and their actual lengths."""
-
-    def run(task: str, length: int) -> dict[str, Any] | None:
-        path = context.journal.folder / "samples" / f"{task}-{length}.jsonl"
-        return needle(context.lm(), task, length, config, path)
-
+    """One row for each task and length: its score, the number of samples and their actual lengths; then the mean."""
+    folder = context.journal.folder / "samples"
+    if config.frozen is not None:
+        folder = Path(config.frozen) / f"tokenizer-{context.checkpoint.tokenizer_hash[:12]}"
+    once = context.journal.once
     pairs = itertools.product(config.tasks, config.lengths)
-    return [context.journal.once(f"{task}-{length}", functools.partial(run, task, length)) for task, length in pairs]
+
+    def run(task: str, length: int) -> dict[str, Any]:
+        return needle(context.lm(), task, length, config, folder, once)
+
+    rows = [once(f"{task}-{length}", functools.partial(run, task, length)) for task, length in pairs]
+    if set(config.tasks) == set(TASKS):
+        local = "" if config.haystack is None else "_local"
+        mean = statistics.fmean(row["value"] for row in rows)
+        facts = {"lengths": config.lengths, "haystack": _haystack(config).name}
+        rows.append({"metric": "niah_mean" + local, "value": mean} | facts)
+    return rows
 
 
-def needle(lm: LM, task: str, length: int, config: RulerConfig, path: Path | None = None) -> dict[str, Any] | None:
-    """Run one task at one length on any lm-eval model; None in all processes but the first.
+def needle(
+    lm: LM, task: str, length: int, config: RulerConfig, folder: Path, once: Any = lambda _, compute: compute()
+) -> dict[str, Any]:
+    """Run one task at one length on any lm-eval model, in steps that `once(name, compute)` keeps.
 
-    Writes the samples as JSON lines to `path`. Raises ValueError if a sample is shorter than config.min_fill of
-    `length` or longer than it, if a prompt lost its answer prefix, or if samples are missing.
+    The samples are read from `folder`, or made and frozen there by the first process. Raises ValueError if a sample
+    is shorter than config.min_fill of `length` or longer than it, if a prompt lost its text or its answer prefix, or
+    if samples are missing.
     """
-    metadata = {"max_seq_lengths": [length], "tokenizer": lm.tokenizer.name_or_path}
-    with _room_for(lm, length + ALLOWANCE), _without_punkt():
-        manager = TaskManager(include_path=str(TASKS), include_defaults=False, metadata=metadata)
-        found = run_task(lm, task, manager, config.samples)
-    if found is None:
-        return None
-    samples = sorted(found["samples"][task], key=lambda sample: sample["doc_id"])
-    check_samples(samples, task, length, config, lm)
-    lines = [json.dumps(sample["doc"], sort_keys=True) + "\n" for sample in samples]
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(lines))
-    scores = [sample[str(length)] for sample in samples]  # lengths that were not run report -1 under other names
-    lengths = [sample["doc"]["length"] for sample in samples]
+    haystack = _haystack(config) if task in ESSAY_TASKS else None
+    path = folder / ("-".join([task, str(length), *([haystack.label] if haystack else [])]) + ".jsonl")
+    documents = share(frozen, path, lm.tokenizer, task, length, config.samples, haystack)
+
+    def run(some: range) -> dict[str, Any] | None:
+        with _room_for(lm, length + ALLOWANCE), stock_tasks(lm.tokenizer, length, documents) as manager:
+            found = run_task(lm, task, manager, some)
+        if found is None:
+            return None
+        samples = sorted(found["samples"][task], key=lambda sample: sample["doc_id"])
+        check_prompts(samples, task)
+        scores = [sample[str(length)] for sample in samples]  # lengths that were not run report -1 under other names
+        return {"scores": scores, "version": found["versions"][task]}
+
+    check_lengths(documents, task, length, config, lm)
+    steps = []
+    for first in range(0, len(documents), config.samples_per_step):
+        some = range(first, min(first + config.samples_per_step, len(documents)))
+        steps.append(once(f"{task}-{length}-{first:03d}", functools.partial(run, some)))
+    scores = [score for step in steps for score in step["scores"]]
+    lengths = [document["length"] for document in documents]
+    lines = "".join(json.dumps(document, sort_keys=True) + "\n" for document in documents)
     return {
-        "metric": "contains",
+        "metric": "contains" if haystack is None or not haystack.local else "contains_local",
         "task": task,
         "length": length,
         "value": statistics.fmean(scores),
         "se": statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else None,
-        "samples": len(samples),
-        "task_version": found["versions"][task],
+        "samples": len(scores),
+        "task_version": steps[0]["version"],
+        "haystack": "of the task" if haystack is None else haystack.name,
         "actual_lengths": [min(lengths), max(lengths)],
-        "samples_sha256": hashlib.sha256("".join(lines).encode()).hexdigest(),
+        "samples_sha256": hashlib.sha256(lines.encode()).hexdigest(),
     }
+
+
+def _haystack(config: RulerConfig) -> Haystack | None:
+    """The essays, or what stands in their place; None if no task reads them."""
+    if not set(config.tasks) & set(ESSAY_TASKS):
+        return None
+    return open_haystack(config.essays, config.haystack)
 
 
 @contextlib.contextmanager
@@ -103,24 +129,23 @@ def _room_for(lm: LM, tokens: int) -> Iterator[None]:
         lm._max_length = before
 
 
-@contextlib.contextmanager
-def _without_punkt() -> Iterator[None]:
-    """Keep lm-eval's task files from fetching a sentence splitter, which the tasks in OFFLINE never use."""
-    with mock.patch("nltk.download"), contextlib.redirect_stdout(io.StringIO()):
-        yield
-
-
-def check_samples(samples: list[dict], task: str, length: int, config: RulerConfig, lm: LM) -> None:
-    """Raise ValueError unless the samples are what their length promises and every prompt is whole."""
-    if len(samples) != config.samples:
-        raise ValueError(f"{task} at {length} tokens gave {len(samples)} samples, not the {config.samples} asked for")
-    for sample in samples:
-        doc, prompt = sample["doc"], sample["arguments"][0][0]
-        if not prompt.endswith(doc["gen_prefix"]) or doc["input"] not in prompt:
-            raise ValueError(f"sample {sample['doc_id']} of {task} lost its text or its answer prefix")
-        counted = len(lm.tokenizer(doc["input"]).input_ids) + NEW_TOKENS
-        if counted != doc["length"] or not config.min_fill * length <= counted <= length:
+def check_lengths(documents: list[dict], task: str, length: int, config: RulerConfig, lm: LM) -> None:
+    """Raise ValueError unless there are as many samples as asked for, each of the length that it promises."""
+    if len(documents) != config.samples:
+        raise ValueError(f"{task} at {length} tokens gave {len(documents)} samples, not the {config.samples} asked for")
+    for number, document in enumerate(documents):
+        counted = len(lm.tokenizer(document["input"]).input_ids) + NEW_TOKENS
+        if counted != document["length"] or not config.min_fill * length <= counted <= length:
             raise ValueError(
-                f"sample {sample['doc_id']} of {task} has {counted} tokens (with {NEW_TOKENS} to generate), not "
+                f"sample {number} of {task} has {counted} tokens (with {NEW_TOKENS} to generate), not "
                 f"between {config.min_fill:.0%} of {length} and {length}"
             )
+
+
+def check_prompts(samples: list[dict], task: str) -> None:
+    """Raise ValueError unless every prompt holds its text, with all needles, and ends with its answer prefix."""
+    for sample in samples:
+        document, prompt = sample["doc"], sample["arguments"][0][0]
+        whole = prompt == f"{document['input']} {document['gen_prefix']}"
+        if not whole or not all(needle in document["input"] for needle in document["outputs"]):
+            raise ValueError(f"sample {sample['doc_id']} of {task} lost its text, a needle or its answer prefix")

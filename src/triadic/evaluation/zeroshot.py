@@ -1,7 +1,6 @@
 """Zero-shot tasks of lm-eval, from the hub or from local files, and their unweighted mean."""
 
 import functools
-import hashlib
 import json
 import statistics
 import tempfile
@@ -12,6 +11,7 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
 from triadic.evaluation.config import ZeroshotConfig
+from triadic.evaluation.documents import file_hash, local_file
 from triadic.evaluation.harness import run_task
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ def check(context: "Context", config: ZeroshotConfig) -> dict[str, str]:
         raise ValueError(f"zeroshot.metrics names {', '.join(unknown)}, which lm-eval does not ship")
     if config.folder is None:
         return {}  # the hub's data, under the task's version
-    files = {task: local_file(config.folder, task) for task in config.metrics}
-    return {task: hashlib.sha256(file.read_bytes()).hexdigest() for task, file in files.items()}
+    return {task: file_hash(local_file(config.folder, task, "zeroshot.folder")) for task in config.metrics}
 
 
 def measure(context: "Context", config: ZeroshotConfig) -> list[dict[str, Any]]:
@@ -52,7 +51,9 @@ def score(lm: LM, task: str, metric: str, config: ZeroshotConfig) -> dict[str, A
     Raises ValueError if its data cannot be had, or it has no such metric.
     """
     with tempfile.TemporaryDirectory() as folder:
-        name = task if config.folder is None else _overlay(Path(folder), task, local_file(config.folder, task))
+        name = task
+        if config.folder is not None:
+            name = _overlay(Path(folder), task, local_file(config.folder, task, "zeroshot.folder"))
         try:
             found = run_task(lm, name, stock_tasks(), config.samples)
         except (OSError, KeyError) as error:
@@ -75,14 +76,6 @@ def score(lm: LM, task: str, metric: str, config: ZeroshotConfig) -> dict[str, A
         "task_version": found["versions"][task],
         "local_files": config.folder is not None,
     }
-
-
-def local_file(folder: str, task: str) -> Path:
-    """FOLDER/TASK.jsonl or .parquet; raises ValueError if there is neither."""
-    for suffix in (".jsonl", ".parquet"):
-        if (Path(folder) / (task + suffix)).is_file():
-            return Path(folder) / (task + suffix)
-    raise ValueError(f"zeroshot.folder {folder} holds no {task}.jsonl or {task}.parquet; bring it, or drop the task")
 
 
 def _overlay(folder: Path, task: str, file: Path) -> str:

@@ -9,9 +9,9 @@ from itertools import islice
 import torch
 from accelerate.utils import gather_object
 
-from triadic.data import collate, step_indices
+from triadic.data import step_indices
 from triadic.training import background, checkpoint, engines, metrics, optim, parallel
-from triadic.training.assemble import Run, assemble, micro_batches
+from triadic.training.assemble import Run, assemble, collate_for, micro_batches
 from triadic.training.config import TrainConfig
 
 IGNORED = -100  # the label of a position that is not scored
@@ -134,13 +134,14 @@ def validate(run: Run) -> dict:
     """Mean loss per scored token over the first run.validation_windows validation windows of a fixed order."""
     accelerator, size = run.accelerator, run.config.batch.micro_batch_windows
     count = min(run.config.run.validation_windows, len(run.validation))
-    mine = range(accelerator.process_index, count, accelerator.num_processes)
+    place, places = run.place
+    mine, pack = range(place, count, places), collate_for(run)
     nats, scored = 0.0, 0
     run.model.eval()
-    for first in range(0, math.ceil(count / accelerator.num_processes), size):
+    for first in range(0, math.ceil(count / places), size):
         positions = mine[first : first + size]
         # a rank without windows left runs the model too: the others may need its part of the weights
-        batch = collate([run.validation[position] for position in positions or [0]])
+        batch = pack([run.validation[position] for position in positions or [0]])
         with engines.autocast(accelerator, run.config.run.precision):
             losses = run.bare.token_losses(**to_device(batch, accelerator.device))
         if positions:
@@ -199,8 +200,7 @@ def skip_or_raise(run: Run, report: metrics.Reporter, losses: torch.Tensor, loss
     Names the micro-batches whose own loss is not finite, or all of the step's if only the gradients are not.
     """
     step, options = run.progress.step, run.config.run
-    rank, ranks = run.accelerator.process_index, run.accelerator.num_processes
-    mine = step_indices(step, run.config.windows_per_step, rank, ranks, run.config.batch.micro_batch_windows)
+    mine = step_indices(step, run.config.windows_per_step, *run.place, run.config.batch.micro_batch_windows)
     bad = [batch for batch, value in zip(mine, losses.tolist(), strict=True) if not math.isfinite(value)]
     culprits = gather_object(bad) or gather_object(mine)
     what = f"loss {loss}, gradient norm {grad_norm}, {identify(run, culprits)}"
@@ -224,7 +224,7 @@ def report_spike(run: Run, report: metrics.Reporter, what: str) -> None:
 
 def identify(run: Run, micro_batches: list[list[int]]) -> str:
     """Which windows of the stream, and which documents of the store they were cut from."""
-    positions = sorted(position for batch in micro_batches for position in batch)
+    positions = sorted({position for batch in micro_batches for position in batch})
     offsets = run.windows.store.offsets()  # [documents + 1]
     length = run.config.data.seq_len + 1
     named = []

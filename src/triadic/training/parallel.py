@@ -21,6 +21,7 @@ from accelerate.utils import (
 )
 from transformers.integrations import unset_hf_deepspeed_config
 
+from triadic.models.context import Context
 from triadic.training import engines
 from triadic.training.config import TrainConfig
 
@@ -153,6 +154,15 @@ def check_launch(
     for name, found, wanted in (("processes", world_size, processes), ("engine", engine, asked)):
         if wanted is not None and found != wanted:
             raise ValueError(f"parallel.{name} asks for {wanted} but the launcher started {found}; change either")
+
+
+def share_windows(accelerator: Accelerator, degree: int) -> Context | None:
+    """The ranks that share this one's windows: `degree` neighbours; None if every rank has windows of its own."""
+    if degree == 1:
+        return None
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    groups = [torch.distributed.new_group(list(range(i, i + degree))) for i in range(0, ranks, degree)]
+    return Context(groups[rank // degree], rank % degree, degree)
 
 
 def total(accelerator: Accelerator, *values: torch.Tensor | float) -> torch.Tensor:

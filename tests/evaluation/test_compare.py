@@ -1,0 +1,150 @@
+"""Evaluations side by side: the paper's columns from results, the paper's rows as printed, and what contradicts."""
+
+import json
+import math
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from triadic.evaluation import compare, figures
+
+ROOT = Path(__file__).resolve().parents[2]
+LENGTHS = [1024, 2048, 4096, 8192, 16_384, 32_768, 65_536]
+
+
+def results(name="ours", weights="abc", **changes) -> dict:
+    """What a results.json holds, with round figures."""
+    rows = [
+        {"metric": "zeroshot_mean", "value": 0.5, "tasks": list("0123456789")},
+        {"metric": "token_perplexity", "value": 11.5},
+        {"metric": "recall_mean", "value": 0.25},
+        {"metric": "niah_mean", "value": 0.75, "lengths": LENGTHS},
+        {"metric": "perplexity", "position": [0, 4096], "loss": 3.0, "value": math.exp(3.0), "loss_se": 0.1},
+        {"metric": "perplexity", "position": [4096, 16_384], "loss": 2.5, "value": math.exp(2.5), "loss_se": 0.1},
+        {"metric": "perplexity", "position": [16_384, 65_536], "loss": 2.0, "value": math.exp(2.0), "loss_se": 0.1},
+        {"metric": "loss_by_position", "position": [0, 65_536], "value": 2.1, "se": None},
+    ]
+    state = {"4096": 6.25, "65536": 6.25}
+    checkpoint = {"name": name, "parameters": 380_900_000, "state_mb": state, "weights_sha256": weights}
+    found = {"checkpoint": checkpoint, "rows": [row | {"model": name} | changes.get(row["metric"], {}) for row in rows]}
+    found["rows"].append({"metric": "token_perplexity", "value": 99.0, "model": "a baseline"})
+    return found
+
+
+def test_columns_are_the_papers():
+    found = compare.columns(results())
+    assert found == {
+        "params_m": 380.9,
+        "state_mb": 6.25,
+        "state_mb_4k": 6.25,
+        "state_mb_64k": 6.25,
+        "zero_shot": 50.0,
+        "wikitext_ppl": 11.5,
+        "recall": 25.0,
+        "niah_avg": 75.0,
+        "pg19_le4k": math.exp(3.0),
+        "pg19_4k_16k": math.exp(2.5),
+        "pg19_16k_64k": math.exp(2.0),
+        "pg19_4k_64k": pytest.approx(math.exp((2.5 * 12_288 + 2.0 * 49_152) / 61_440)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "gone"),
+    [
+        ({"niah_mean": {"lengths": LENGTHS[:-1]}}, {"niah_avg"}),
+        ({"niah_mean": {"metric": "niah_mean_local"}}, {"niah_avg"}),
+        ({"zeroshot_mean": {"tasks": ["piqa"]}}, {"zero_shot"}),
+    ],
+)
+def test_figures_measured_otherwise_are_not_the_papers(changes, gone):
+    found = compare.columns(results(**changes))
+    assert compare.columns(results()).keys() - found.keys() == gone
+    assert ("niah_avg_local" in found) == ("niah_mean_local" in str(changes))
+
+
+def test_the_papers_rows_are_those_of_its_recipes():
+    """Each number of recipes/*/expected.json stands in the shipped tables, under the same row."""
+    tables = json.loads(compare.PAPER.read_text())
+    names = {
+        "figure2_table1_state_matched": "table1_state_matched",
+        "table2_upcycling": "table2_upcycling",
+        "table3_hybrids": "table3_hybrid",
+        "table4_key_dimensions": "table4_ablations",
+    }
+    compared = 0
+    for recipe, table in names.items():
+        for row, spec in json.loads((ROOT / "recipes" / recipe / "expected.json").read_text())["rows"].items():
+            for column, value in spec["paper"].items():
+                if row in tables[table] and column in tables[table][row]:
+                    assert tables[table][row][column] == value
+                    compared += 1
+    assert compared > 200
+
+
+def write(folder: Path, content: dict) -> str:
+    folder.mkdir()
+    (folder / "results.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+def test_the_table_stands_beside_the_papers(tmp_path, monkeypatch, capsys):
+    one = results()
+    split = one["rows"][:3], one["rows"][3:]
+    folders = [write(tmp_path / str(i), one | {"rows": rows}) for i, rows in enumerate(split)]
+    folders.append(write(tmp_path / "other", results("theirs", recall_mean={"value": 0.5})))
+    script = ["compare.py", *folders, "--output", str(tmp_path / "out"), "--paper", "gdn", "triadic gdn E=4"]
+    monkeypatch.setattr(sys, "argv", script)
+    runpy.run_path(str(ROOT / "scripts" / "compare.py"), run_name="__main__")
+    lines = (tmp_path / "out" / "comparison.md").read_text().splitlines()
+    assert "\n".join(lines).strip() == capsys.readouterr().out.strip()
+    split = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
+    cells = {line[0]: line[1:] for line in split}
+    heading = cells["model"]
+    assert cells["ours"][heading.index("recall mean, %")] == "25.0"
+    assert cells["theirs"][heading.index("recall mean, %")] == "50.0"
+    assert cells["ours"][heading.index("PG19 16k-64k")] == "7.39"
+    assert cells["paper: gdn"][heading.index("PG19 16k-64k")] == "14.15"
+    assert cells["paper: triadic gdn E=4"][heading.index("recall mean, %")] == "31.1"
+    written = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert written["models"]["ours"]["columns"] == compare.columns(one)
+
+
+def test_what_contradicts_or_is_missing_is_refused(tmp_path):
+    one, two = write(tmp_path / "1", results()), write(tmp_path / "2", results(weights="other"))
+    with pytest.raises(ValueError, match="two results of ours have different weights"):
+        compare.compare([one, two], tmp_path / "out")
+    three = write(tmp_path / "3", results(recall_mean={"value": 0.5}))
+    with pytest.raises(ValueError, match="two results of ours have different recall"):
+        compare.compare([one, three], tmp_path / "out")
+    with pytest.raises(ValueError, match="holds no readable results"):
+        compare.compare([tmp_path / "none"], tmp_path / "out")
+    with pytest.raises(ValueError, match="the paper's tables have no row 'gdm'"):
+        compare.compare([one], tmp_path / "out", ["gdm"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_needles_and_recall_are_drawn(tmp_path):
+    needles = [
+        {"metric": metric, "model": "a", "task": task, "length": length, "value": value}
+        for metric, task, value in (("contains", "niah_single_1", 1.0), ("contains_local", "niah_multiquery", 0.5))
+        for length in (2048, 1024)
+    ]
+    tasks, lengths, grid = figures.needle_grid([*needles[:2], needles[3]])
+    assert (tasks, lengths) == (["niah_single_1", "niah_multiquery"], [1024, 2048])
+    np.testing.assert_array_equal(grid, [[1.0, 1.0], [0.5, np.nan]])
+    recall = [
+        {"metric": "recall", "model": model, "task": task, "value": 0.4, "se": se}
+        for model, se in (("a", 0.1), ("b", None))
+        for task in ("fda", "nq")
+    ]
+    drawn = figures.draw_rows([*needles, *recall[:3]], tmp_path)
+    assert [path.name for path in drawn] == ["needles.png", "recall.png"]
+    first = [path.read_bytes() for path in drawn]
+    assert all(picture[:8] == b"\x89PNG\r\n\x1a\n" and len(picture) > 5000 for picture in first)
+    needles[0]["value"] = 0.0
+    figures.draw_rows([*needles, *recall], tmp_path)
+    assert all(path.read_bytes() != picture for path, picture in zip(drawn, first, strict=True))
