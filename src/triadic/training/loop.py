@@ -12,6 +12,7 @@ from accelerate.utils import gather_object
 from triadic.data import step_indices
 from triadic.training import background, checkpoint, engines, metrics, optim, parallel
 from triadic.training.assemble import Run, assemble, collate_for, micro_batches
+from triadic.training.compiled import check_gradients
 from triadic.training.config import TrainConfig
 
 IGNORED = -100  # the label of a position that is not scored
@@ -67,13 +68,16 @@ def _train(
     meter, spikes = metrics.Meter(run.accelerator, run.config, run.bare.config), metrics.Spikes()
     for message in (*run.notes, meter.note):
         report.say(message)
-    stopping = False
+    stopping, unchecked = False, run.config.model.torch_compile
     while progress.step < options.steps and not stopping:
         lr = optim.learning_rate(progress.step, run.config)
         optim.set_learning_rate(run.optimizer, lr)
         watch.at(progress.step, "reading data")
         step_batches = list(islice(batches, run.accumulation))
         watch.at(progress.step, "computing")
+        if unchecked:
+            report.say(check_gradients(run, to_device(step_batches[0], run.accelerator.device)))
+            unchecked = False
         losses, grad_norm = train_step(run, step_batches)
         flags = (signals.received is not None, run.writer.failed)
         loss, stops, failures = parallel.total(run.accelerator, losses.sum(), *flags).tolist()
