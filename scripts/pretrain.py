@@ -10,7 +10,7 @@ import argparse
 from transformers.utils.logging import disable_progress_bar
 
 from triadic.launch import refuse
-from triadic.training import NonFiniteError, load_config, train
+from triadic.training import NonFiniteError, SaveError, load_config, train
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -20,5 +20,5 @@ if __name__ == "__main__":
     disable_progress_bar()  # transformers' own, one a checkpoint
     try:
         train(load_config(args.config, args.settings))
-    except (ValueError, NonFiniteError) as error:
+    except (ValueError, NonFiniteError, SaveError) as error:
         refuse(error)

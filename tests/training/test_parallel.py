@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -167,6 +168,21 @@ def test_two_processes_refuse_bad_input_once(settings_file, tmp_path, overrides)
     assert result.returncode != 0
     assert result.stderr.count("error: ") == 1, result.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_disk_that_takes_no_more_ends_every_rank_with_one_sentence(launched, tmp_path):
+    settings = ("batch.micro_batch_windows=2", "run.save_every=4", "schedule.decay_steps=12")
+    launched("ddp", *settings, "run.steps=4")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200 * 1024, limits[1]))  # the moments take 300 KiB
+    try:
+        output = launched("ddp", *settings, fails=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert output.count("error: could not save") == 1, output
+    assert "File too large" in output
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]
 
 
 @pytest.mark.slow

@@ -90,8 +90,14 @@ class Watch:
         while not self._over.wait(self._every):
             self._post()
             if time.time() - self._at[2] > self.seconds:
-                posts = [self._store.get(f"triadic/rank/{rank}").decode().split() for rank in range(self.ranks)]
-                self._end([(int(step), int(phase), float(posted)) for step, phase, posted in posts])
+                self._end([self._read(rank) for rank in range(self.ranks)])
+
+    def _read(self, rank: int) -> tuple[int, int, float]:
+        key = f"triadic/rank/{rank}"
+        if not self._store.check([key]):
+            return 0, 0, 0.0  # it has not got as far as its first post
+        step, phase, posted = self._store.get(key).decode().split()
+        return int(step), int(phase), float(posted)
 
     def _end(self, posts: list[tuple[int, int, float]]) -> None:
         told, silent = stalled(posts, time.time() - 3 * self._every)

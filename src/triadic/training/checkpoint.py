@@ -33,6 +33,10 @@ from triadic.training.config import TrainConfig
 from triadic.training.run_folder import settings_text, write_atomically
 
 
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; the message says why, and that the earlier ones are as they were."""
+
+
 @dataclass
 class Progress:
     """What a run has done; `step` counts finished optimizer steps."""
@@ -91,7 +95,7 @@ def write(
 ) -> Path:
     """Write `snapshot` as a complete checkpoint and return its folder (rank 0 alone; needs no other rank).
 
-    Raises RuntimeError if the disk refuses; the checkpoints that were there stay as they are.
+    Raises SaveError if the disk refuses; the checkpoints that were there stay as they are.
     """
     final = folder_of(checkpoints, snapshot.trainer["step"])
     partial = checkpoints / f".writing-{final.name}"
@@ -111,7 +115,7 @@ def write(
         _put_in_place(partial, final)
     except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise RuntimeError(
+        raise SaveError(
             f"could not save {final}: {error}; earlier checkpoints are untouched, and the same command resumes from "
             "the newest once the disk takes writes again"
         ) from error

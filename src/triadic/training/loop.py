@@ -34,7 +34,7 @@ def train(config: TrainConfig) -> Outcome:
     """Train or resume the run of `config` until run.steps, or until SIGTERM or SIGINT, which save first.
 
     Every rank calls this. Raises ValueError for settings, data or folders that cannot be used, NonFiniteError under
-    run.on_nonfinite "stop", RuntimeError if a reader process dies or the disk refuses a checkpoint.
+    run.on_nonfinite "stop", SaveError if the disk refuses a checkpoint, RuntimeError if a reader process dies.
     """
     run = assemble(config)
     try:
