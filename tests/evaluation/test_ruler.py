@@ -144,9 +144,14 @@ def test_a_mean_of_all_eight_tasks_is_apart_for_another_haystack(triadic_hf, own
     setting = {"lengths": [512], "samples": 1, "tasks": list(haystack.TASKS), "haystack": str(own)}
     here = context(triadic_hf, setting, tmp_path)
     assert list(ruler.check(here, here.suite.ruler)) == [f"local: {own.name}"]
-    monkeypatch.setattr(ruler, "needle", lambda lm, task, *_: {"value": len(task)})
+    folders = []
+    monkeypatch.setattr(ruler, "needle", lambda lm, task, *rest: folders.append(rest[2]) or {"value": len(task)})
     row = ruler.measure(here, here.suite.ruler)[-1]
+    assert set(folders) == {tmp_path / "samples"}
     assert (row["metric"], row["value"]) == ("niah_mean_local", sum(map(len, haystack.TASKS)) / 8)
+    shared = context(triadic_hf, setting | {"frozen": str(tmp_path / "shared")}, tmp_path / "other")
+    ruler.measure(shared, shared.suite.ruler)
+    assert folders[-1] == tmp_path / "shared" / f"tokenizer-{shared.checkpoint.tokenizer_hash[:12]}"
 
 
 def test_score_is_the_share_of_needles_found(tokenizer, tmp_path):
