@@ -26,7 +26,7 @@ EVAL_ARGS ?=
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-smoke recipes-smoke lint format test test-slow test-gpu bench clean
+.PHONY: help env demo demo-smoke recipes-smoke lint format test test-slow test-gpu bench bench-train bench-train-2gpu clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -81,6 +81,12 @@ test-gpu: $(INSTALLED) ## the tests that need a CUDA device
 bench: $(INSTALLED) ## the op against softmax attention and, where installed, fla and FlashQLA, on a CUDA device
 	python kernels/benchmarks/bench.py --shapes 4x8192 4x32768 1x65536 \
 	    --impl triadic fla flashqla sdpa_cudnn sdpa_flash --profile
+
+bench-train: $(INSTALLED) ## training speed on one GPU: tokens/s, MFU, peak memory, 4k and 64k windows (four minutes)
+	scripts/bench_train.sh
+
+bench-train-2gpu: $(INSTALLED) ## data and context parallelism on two GPUs against one
+	scripts/bench_train_2gpu.sh
 
 clean: ## remove the environment, prepared data and runs
 	rm -rf .venv data runs exports results

@@ -12,7 +12,7 @@ from triadic import settings
 from triadic.analysis import AnalysisConfig, analyse, draw, write_table
 from triadic.evaluation import load_checkpoint
 from triadic.evaluation.documents import open_documents
-from triadic.evaluation.report import origin, versions
+from triadic.origin import origin, versions
 
 
 def measure(name: str, config: AnalysisConfig) -> list[dict]:

@@ -17,7 +17,7 @@ if __name__ == "__main__":
     parser.add_argument("--prefill", type=int, nargs="*", default=[], help="prompt lengths, read at batch 1")
     parser.add_argument("--state", default="float32", help="dtype of recurrent states")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=104, help="of a decoding run: 4 untimed, the others in 5 rounds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", required=True, help="result file (JSON)")
     args = parser.parse_args()

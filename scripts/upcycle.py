@@ -2,6 +2,10 @@
 
 Writes a Hugging Face folder that pretraining can start from (model.config and model.init_from). A target that the same
 command has already written is left as it is.
+
+Public checkpoints are converted on the way, --second_key_dim 1 converts alone: flash-linear-attention's GatedDeltaNet
+becomes a TriadicForCausalLM; OLMo-Hybrid, Qwen3-Next and Qwen3.5 keep their decoder and get our mixer in place, to be
+loaded after `import triadic.models.families`.
 """
 
 import argparse
@@ -9,8 +13,11 @@ import json
 import sys
 from pathlib import Path
 
-from triadic.evaluation import load_checkpoint
-from triadic.evaluation.config import ModelConfig
+import torch
+
+from triadic.evaluation.loading import find_checkpoint
+from triadic.models.conversion import load_any
+from triadic.models.loading import load_tokenizer
 from triadic.models.upcycling import STARTS, upcycle
 
 if __name__ == "__main__":
@@ -18,6 +25,7 @@ if __name__ == "__main__":
     parser.add_argument("source", help="a Hugging Face folder, a run folder or a hub id")
     parser.add_argument("target", type=Path, help="folder to write")
     parser.add_argument("--second_key_dim", type=int, required=True, help="E, a multiple of the source's")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the written weights")
     parser.add_argument(
         "--start", choices=STARTS, default="normal", help="normal: the paper's; exact: the old function"
     )
@@ -31,10 +39,13 @@ if __name__ == "__main__":
                 raise ValueError(f"{args.target} exists and is not of this command; remove it or name another folder")
             print(f"{args.target} is already there")
             sys.exit()
-        found = load_checkpoint(args.source, ModelConfig(dtype="float32", device="cpu"))
-        model = upcycle(found.model, args.second_key_dim, start=args.start, seed=args.seed)
+        folder = find_checkpoint(args.source)
+        tokenizer = load_tokenizer(folder)
+        model, converted = load_any(folder, getattr(torch, args.dtype))
+        if not converted or args.second_key_dim != 1:
+            model = upcycle(model, args.second_key_dim, start=args.start, seed=args.seed)
         model.save_pretrained(args.target)
-        found.tokenizer.save_pretrained(args.target)
+        tokenizer.save_pretrained(args.target)
         note.write_text(text)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

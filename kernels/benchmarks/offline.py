@@ -2,6 +2,7 @@
 
     python kernels/benchmarks/offline.py --backend triton --arch 90 --E 1 8 --dtype bfloat16 --json out.json
     python kernels/benchmarks/offline.py --recurrent --state bfloat16
+    python kernels/benchmarks/offline.py --features --E 8
 
 A stand-in driver names the architecture, every launch becomes a compilation, and the back end runs forward and backward
 on CPU tensors of the right shapes: so exactly the shipped configurations are compiled. One row per kernel: registers,
@@ -156,6 +157,17 @@ def run_recurrent(backend, p, states):
         backend.recurrent(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, h0)
 
 
+def run_features(kernels, p):
+    """Keys, queries and values of problem p in one pass, forward and backward."""
+    sizes, groups = [p.H * p.K, p.H * p.K, p.HV * p.V, p.H * p.E, p.H * p.E], [p.K, p.K, 0, p.E, p.E]
+    activations = ["silu"] * 3 + ["softplus"] * 2
+    dtypes = [p.dtype] * 3 + [torch.float32] * 2
+    x, weight = torch.empty(1, p.T, sum(sizes), dtype=p.dtype), torch.empty(sum(sizes), 4)
+    cu_seqlens = torch.tensor([0, p.T], dtype=torch.int32)
+    dys = kernels.forward(x, weight, cu_seqlens, sizes, groups, activations, dtypes)
+    kernels.backward(x, weight, cu_seqlens, dys, sizes, groups, activations)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--backend", default="triton")
@@ -167,6 +179,7 @@ def main():
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--linear", action="store_true", help="sGLA: no delta rule")
     parser.add_argument("--recurrent", action="store_true", help="the kernel of recurrent_triadic")
+    parser.add_argument("--features", action="store_true", help="the kernels of conv_features")
     parser.add_argument("--state", nargs="+", default=["float32"], help="dtypes of its state")
     parser.add_argument("--json")
     a = parser.parse_args()
@@ -174,7 +187,8 @@ def main():
     compiled, rows = record_compilations(), []
     from triadic_kernels import dispatch  # after the driver: importing kernels may ask for it
 
-    backend = dispatch.load((dispatch.RECURRENT if a.recurrent else dispatch.CHUNK)[a.backend])
+    table = dispatch.RECURRENT if a.recurrent else dispatch.CHUNK
+    backend = dispatch.load("conv_triton" if a.features else table[a.backend])
     if isinstance(backend, str):
         raise SystemExit(f"{a.backend}: {backend}")
     for E in a.E:
@@ -183,10 +197,13 @@ def main():
             capability=divmod(a.arch, 10), delta_rule=not a.linear, scale=a.K**-0.5, has_q2=True, gate="slice",
             has_beta=True, has_initial=False, output_final=False, varlen=False,
         )  # fmt: skip
-        if reason := backend.unsupported(p):
+        if reason := None if a.features else backend.unsupported(p):
             raise SystemExit(f"{a.backend} with E={E}: {reason}")
         done = len(compiled)
-        run_recurrent(backend, p, a.state) if a.recurrent else run_backend(backend, p)
+        if a.features:
+            run_features(backend, p)
+        else:
+            run_recurrent(backend, p, a.state) if a.recurrent else run_backend(backend, p)
         for name, kernel, seconds in compiled[done:]:
             row = dict(
                 kernel=name, E=E, K=a.K, V=a.V, group=a.group, dtype=a.dtype, arch=a.arch, delta_rule=not a.linear

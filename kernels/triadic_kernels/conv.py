@@ -54,7 +54,7 @@ def causal_conv1d(
         bounds, tail = cu_seqlens.long(), torch.arange(W - 1, device=x.device)
         first = bounds + torch.arange(N + 1, device=x.device) * (W - 1)  # [N + 1] where each past starts
         token = torch.arange(T, device=x.device)
-        place = token + (torch.searchsorted(bounds[1:], token, right=True) + 1) * (W - 1)  # [T]
+        place = token + torch.searchsorted(bounds, token, right=True) * (W - 1)  # [T]
         head, last = ((row[:, None] + tail).flatten() for row in (first[:-1], first[1:] - (W - 1)))  # [N * (W - 1)]
         stream = x.new_empty(T + N * (W - 1), D).index_copy(0, place, x[0]).index_copy(0, head, past.flatten(0, 1))
         y = _Taps.apply(stream[None], weight).index_select(1, place - (W - 1))

@@ -6,7 +6,7 @@ sizes, E second-key size, N sequences (B, or the number of packed documents).
 
 import contextlib
 import re
-from functools import partial
+from functools import partial, wraps
 
 import torch
 from torch import Tensor
@@ -263,7 +263,7 @@ def _forward_like(q, k, v, q2, k2, g, beta, h0, cu_seqlens, scale, delta_rule, o
     state = torch.float64 if q.dtype == torch.float64 else torch.float32
     ht = [q.new_empty((p.N, p.HV, p.E, p.K, p.V), dtype=state)] if output_final else []
     saved = select(backend, p).saved_like(p, q, cu_seqlens) if keep else []
-    return [torch.empty_like(v), *ht, *saved]
+    return [v.new_empty(v.shape), *ht, *saved]
 
 
 def _backward(
@@ -292,7 +292,7 @@ def _backward(
 
 
 def _backward_like(q, k, v, q2, k2, g, beta, h0, *_):
-    return [torch.empty_like(x) for x in (q, k, v, q2, k2, g, beta, h0) if x is not None]
+    return [x.new_empty(x.shape) for x in (q, k, v, q2, k2, g, beta, h0) if x is not None]
 
 
 def _keep_for_backward(ctx, inputs, output):
@@ -333,9 +333,26 @@ def _no_second_derivative(ctx, gradients):
     raise NotImplementedError("chunk_triadic has no second derivative; recurrent_triadic can be differentiated twice.")
 
 
-_chunk_forward = torch.library.custom_op(f"{NAMESPACE}::chunk_forward", _forward, mutates_args=())
+def dense(implementation):
+    """The implementation of a torch.library op, on contiguous tensors: a compiler may lay what it hands over out with
+    gaps between rows, and an op's results must have the strides that its fake promised.
+    """
+
+    def given(x):
+        if isinstance(x, list):
+            return [given(y) for y in x]
+        return x.contiguous() if isinstance(x, Tensor) else x
+
+    @wraps(implementation)
+    def call(*arguments):
+        return implementation(*map(given, arguments))
+
+    return call
+
+
+_chunk_forward = torch.library.custom_op(f"{NAMESPACE}::chunk_forward", dense(_forward), mutates_args=())
 _chunk_forward.register_fake(_forward_like)
 _chunk_forward.register_autograd(_differentiate, setup_context=_keep_for_backward)
-_chunk_backward = torch.library.custom_op(f"{NAMESPACE}::chunk_backward", _backward, mutates_args=())
+_chunk_backward = torch.library.custom_op(f"{NAMESPACE}::chunk_backward", dense(_backward), mutates_args=())
 _chunk_backward.register_fake(_backward_like)
 _chunk_backward.register_autograd(_no_second_derivative)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import RECURRENT, directly, has_tangent, plain, problem, select
-from .op import NAMESPACE, _check_arguments, _check_values, _full_precision, _op
+from .op import NAMESPACE, _check_arguments, _check_values, _full_precision, _op, dense
 from .reference import l2norm
 
 
@@ -113,7 +113,7 @@ def _step_like(q, k, v, q2, k2, g, beta, h0, cu_seqlens, scale, delta_rule, outp
     B, N = q.shape[0], None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = (B if N is None else N, v.shape[2], 1 if q2 is None else q2.shape[-1], q.shape[-1], v.shape[-1])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return [torch.empty_like(v), *([q.new_empty(shape, dtype=dtype if h0 is None else h0.dtype)] * output_final)]
+    return [v.new_empty(v.shape), *([q.new_empty(shape, dtype=dtype if h0 is None else h0.dtype)] * output_final)]
 
 
 def _step_inplace(
@@ -138,7 +138,9 @@ def _step_inplace(
     )[0]  # fmt: skip
 
 
-_recurrent_step = torch.library.custom_op(f"{NAMESPACE}::recurrent_step", _step, mutates_args=())
+_recurrent_step = torch.library.custom_op(f"{NAMESPACE}::recurrent_step", dense(_step), mutates_args=())
 _recurrent_step.register_fake(_step_like)
-_recurrent_step_ = torch.library.custom_op(f"{NAMESPACE}::recurrent_step_", _step_inplace, mutates_args=("state",))
-_recurrent_step_.register_fake(lambda q, k, v, *_: torch.empty_like(v))
+_recurrent_step_ = torch.library.custom_op(
+    f"{NAMESPACE}::recurrent_step_", dense(_step_inplace), mutates_args=("state",)
+)
+_recurrent_step_.register_fake(lambda q, k, v, *_: v.new_empty(v.shape))

@@ -1,47 +1,66 @@
 """Train a grid of recall models, several at a time: python run.py --config small.yaml --output FILE [a.b=value ...]
 
 Each run is a row of FILE as soon as it is done; the same command goes on where an earlier one stopped. With several
-GPUs the processes take them in turn.
+GPUs the processes take them in turn. Within a seed, runs near `transition` x E come first: there the curves fall, far
+from there they are 1 or 0. `reach` leaves the far ones out, and none begins later than `seconds`.
 """
 
 import argparse
+import collections
 import dataclasses
 import json
+import math
 import multiprocessing
 import sys
+import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 
 import torch
 
 from triadic import settings
 from triadic.evaluation import mqar
-from triadic.evaluation.report import origin, versions
+from triadic.origin import origin, versions
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Every N x E x seed of one training configuration."""
+    """Every N x E x seed of one training configuration, or those whose N is near `transition` x E."""
 
     pairs: list[int]
     slices: list[int]
     seeds: int
     training: mqar.MqarConfig
     processes: int = 1  # at a time
+    transition: float = 90.0  # about N at 50 % accuracy with E = 1
+    reach: float | None = None  # doublings of N from there that are trained; null: all
+    seconds: float | None = None  # after which no further run begins; null: no limit
+
+    def __post_init__(self):
+        for name in ("processes", "transition", "reach", "seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value} but must be above 0{', or null' if name[0] in 'rs' else ''}")
 
     def runs(self) -> list[mqar.MqarConfig]:
-        """The runs, longest sequences first so that the last process does not end alone; seeds outermost."""
-        return [
+        """The runs: seeds outermost, then from the transition outwards; of two as far, the longer sequences first."""
+
+        def distance(run):
+            return round(abs(math.log2(run.pairs / (self.transition * run.slices))), 6)
+
+        runs = [
             dataclasses.replace(self.training, pairs=pairs, slices=slices, seed=seed)
             for seed in range(self.seeds)
-            for pairs in sorted(self.pairs, reverse=True)
+            for pairs in self.pairs
             for slices in self.slices
         ]
+        runs = [run for run in runs if self.reach is None or distance(run) <= self.reach]
+        return sorted(runs, key=lambda run: (run.seed, distance(run), -run.pairs))
 
 
 def work(config: mqar.MqarConfig, index: int) -> dict:
-    """One run, in a process of its own."""
+    """One run, on the GPU that is its turn."""
     gpus = torch.cuda.device_count()
     name = f"N={config.pairs} E={config.slices} seed={config.seed}"
 
@@ -53,17 +72,27 @@ def work(config: mqar.MqarConfig, index: int) -> dict:
     return mqar.train(config, f"cuda:{index % gpus}" if gpus else "cpu", log)
 
 
-def finished(processes: int, configs: list[mqar.MqarConfig]) -> Iterator[dict]:
+def finished(grid: Grid, configs: list[mqar.MqarConfig]) -> Iterator[dict]:
     """Rows of the runs as they end; a single process is this one."""
-    if processes == 1:
-        yield from map(work, configs, range(len(configs)))
+    over = math.inf if grid.seconds is None else time.monotonic() + grid.seconds
+    waiting, running = collections.deque(enumerate(configs)), set()
+    if grid.processes == 1:
+        while waiting and time.monotonic() < over:
+            index, config = waiting.popleft()
+            yield work(config, index)
         return
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-        for future in as_completed([pool.submit(work, config, index) for index, config in enumerate(configs)]):
-            yield future.result()
+    with ProcessPoolExecutor(grid.processes, multiprocessing.get_context("spawn")) as pool:
+        while True:
+            while waiting and len(running) < grid.processes and time.monotonic() < over:
+                index, config = waiting.popleft()
+                running.add(pool.submit(work, config, index))
+            if not running:
+                return
+            ended, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in ended)
 
 
-def run(grid: Grid, output: Path, command: str) -> dict:
+def run(grid: Grid, output: Path, command: str, commit: str | None = None) -> dict:
     """Train what `output` does not hold yet and return its content.
 
     Raises ValueError if `output` was made with another training configuration.
@@ -76,11 +105,15 @@ def run(grid: Grid, output: Path, command: str) -> dict:
     missing = [c for c in grid.runs() if (c.pairs, c.slices, c.seed) not in {(r["N"], r["E"], r["seed"]) for r in done}]
     output.parent.mkdir(parents=True, exist_ok=True)
     header = origin(command) | {"versions": versions(), "training": training}
-    for count, row in enumerate(finished(grid.processes, missing), 1):
+    header["commit"] = commit or header["commit"]
+    count = 0
+    for count, row in enumerate(finished(grid, missing), 1):
         done.append(row)
         print(f"{count}/{len(missing)}: {row}", flush=True)
         result = header | {"rows": done + list(mqar.summarize(done, grid.training))}
         output.write_text(json.dumps(result, indent=1) + "\n")
+    if count < len(missing):
+        print(f"{len(missing) - count} runs have not begun; the same command goes on with them", flush=True)
     return result
 
 
@@ -88,9 +121,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a grid, such as small.yaml beside this program")
     parser.add_argument("--output", required=True, type=Path, help="result file")
+    parser.add_argument("--commit", help="where the repository's history is not at hand")
     parser.add_argument("settings", nargs="*", metavar="a.b=value", help="settings to change")
     args = parser.parse_intermixed_args()
     try:
-        run(settings.load(Grid, args.config, args.settings), args.output, " ".join(["python", *sys.argv]))
+        grid = settings.load(Grid, args.config, args.settings)
+        run(grid, args.output, " ".join(["python", *sys.argv]), args.commit)
     except ValueError as error:
         sys.exit(f"error: {error}")

@@ -73,6 +73,20 @@ def test_gates_are_those_of_the_layers_inputs(gate, make_model, tokens):
     assert strengths == pytest.approx([float((beta.sum() + beta[:25].sum()) / 130)], rel=1e-4)
 
 
+def test_every_write_of_a_token_counts(make_model, tokens):
+    model, ids = make_model(num_householder=2), tokens(1, 20)
+    seen, mixer = [], model.model.layers[1].mixer
+    mixer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    rows = write_strengths(observe_gates(model, [ids]))
+    rows = {row["layer"]: row["value"] for row in rows if row["metric"] == "beta_by_layer"}
+    with torch.no_grad():
+        write = mixer.in_proj_gates(seen[0])[0, :, -mixer.gate_sizes[1] - mixer.gate_sizes[2] :][
+            :, : mixer.gate_sizes[1]
+        ]
+    assert mixer.gate_sizes[1] == 2 * model.config.linear_num_value_heads
+    assert rows[1] == pytest.approx(torch.sigmoid(write).mean().item(), rel=1e-5)
+
+
 def test_density_integrates_to_one(make_model, tokens):
     rows = write_strengths(observe_gates(make_model(allow_neg_eigval=True), [tokens(2, 64)]))
     histogram = [(row["beta"], row["value"]) for row in rows if row["metric"] == "beta_histogram"]

@@ -112,6 +112,18 @@ def test_steps_that_do_not_divide_are_refused(case):
         step_indices(*case)
 
 
+def test_parts_of_a_row_make_it_up(store):
+    """Ranks that share windows: each has a stretch of the row's tokens, all have the bounds of the whole row."""
+    samples = [Windows(store, 12, seed=3)[position] for position in range(5)]
+    whole = collate(samples)
+    parts = [collate(samples, part, 4) for part in range(4)]
+    for name in ("input_ids", "shift_labels", "position_ids"):
+        assert [part[name].shape for part in parts] == [(1, 15)] * 4
+        assert torch.cat([part[name] for part in parts], 1).tolist() == whole[name].tolist()
+    for name in whole.keys() - {"input_ids", "shift_labels", "position_ids"}:
+        assert all(torch.equal(torch.as_tensor(part[name]), torch.as_tensor(whole[name])) for part in parts)
+
+
 def test_collate_packs_with_every_boundary(store, oracle):
     windows = Windows(store, T, seed=3)
     batch = collate([windows[p] for p in range(5)])

@@ -32,18 +32,15 @@ def measure(folder, config, output):
     return perplexity.measure(context, config.perplexity)
 
 
-def by_hand(folder, data, window=WINDOW, openings=True):
-    """Losses [windows, window] in float64 from whole logits, window by window, and the document of each.
-
-    Without `openings` a document's windows begin `window` tokens behind its first.
-    """
+def by_hand(folder, data, window=WINDOW):
+    """Losses [windows, window] in float64 from whole logits, window by window, and the document of each."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     store = open_store(data / "validation")
     stream = torch.from_numpy(store.tokens(0, store.num_tokens).astype(np.int64))
     edges = [*store.starts(0, store.num_tokens).tolist(), store.num_tokens]
     losses, owners = [], []
     for document in range(len(edges) - 1):
-        at = edges[document] + (0 if openings else window)
+        at = edges[document]
         while at + window + 1 <= edges[document + 1]:
             tokens = stream[at : at + window + 1]
             with torch.no_grad():
@@ -54,10 +51,9 @@ def by_hand(folder, data, window=WINDOW, openings=True):
     return np.array(losses), np.array(owners)
 
 
-@pytest.mark.parametrize("skip", [False, True])
-def test_equals_a_loop_over_whole_logits(hf_folder, data, tmp_path, skip):
-    rows = measure(hf_folder, suite(data, skip_opening_windows=skip), tmp_path)
-    losses, owners = by_hand(hf_folder, data, openings=not skip)
+def test_equals_a_loop_over_whole_logits(hf_folder, data, tmp_path):
+    rows = measure(hf_folder, suite(data), tmp_path)
+    losses, owners = by_hand(hf_folder, data)
     assert len(owners) > len(set(owners)) > 2
     found = [row for row in rows if row["metric"] == "perplexity"]
     assert [row["position"] for row in found] == [[0, 16], [16, 40], [40, 96]]
@@ -75,10 +71,9 @@ def test_equals_a_loop_over_whole_logits(hf_folder, data, tmp_path, skip):
         assert row["value"] == pytest.approx(losses[:, low:high].mean(), rel=1e-6)
 
 
-@pytest.mark.parametrize("skip", [False, True])
-def test_standard_errors_are_over_documents(llama, data, tmp_path, skip):
-    rows = measure(llama, suite(data, skip_opening_windows=skip), tmp_path)
-    losses, owners = by_hand(llama, data, openings=not skip)
+def test_standard_errors_are_over_documents(llama, data, tmp_path):
+    rows = measure(llama, suite(data), tmp_path)
+    losses, owners = by_hand(llama, data)
 
     def clustered(values):
         total = 0.0
@@ -136,9 +131,8 @@ def test_unigram_equals_a_direct_count(llama, data, tmp_path):
 def test_a_window_needs_the_token_after_it():
     documents = Documents([192, 193, 96, 97, 10], None, "")
     assert full_windows(documents, 96) == [Window(0, 0), Window(1, 0), Window(1, 96), Window(3, 0)]
-    assert full_windows(documents, 96, skip_opening=True) == [Window(1, 96)]
-    with pytest.raises(ValueError, match=r"has the 195 tokens of a full window after its opening window \(the longest"):
-        full_windows(Documents([194], None, ""), 97, skip_opening=True)
+    with pytest.raises(ValueError, match=r"has the 98 tokens of a full window \(the longest has 97\); lower"):
+        full_windows(Documents([97], None, ""), 97)
 
 
 def test_windows_of_a_document(data, tokenizer):

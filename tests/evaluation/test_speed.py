@@ -19,7 +19,7 @@ FIELDS = {
 def test_bytes(state):
     config = TriadicConfig(**FIELDS, linear_state_dtype=state)
     model = random_model(config, torch.device("cpu"), torch.bfloat16)
-    row = decoding_speed(model, 3, 10**6, 1e12, steps=5)
+    row = decoding_speed(model, 3, 10**6, 1e12, steps=9)
     full = TriadicConfig(**{**FIELDS, "layer_types": ["full_attention"] * 2})
     linear = TriadicConfig(**{**FIELDS, "layer_types": ["linear_attention"] * 2})
     assert row["keys_values_gb"] == pytest.approx(3 * state_bytes(full, 10**6) / 2 / 1e9, rel=1e-6)
@@ -31,7 +31,7 @@ def test_bytes(state):
 def test_result_file(tmp_path):
     TriadicConfig(**FIELDS).save_pretrained(tmp_path / "tiny")
     *_, result = measure(
-        [str(tmp_path / "tiny")], [1, 2], [30], [20], "float32", "float32", 6, "cpu", "benchmark_decoding.py"
+        [str(tmp_path / "tiny")], [1, 2], [30], [20], "float32", "float32", 9, "cpu", "benchmark_decoding.py"
     )
     assert {"commit", "date", "gpu", "gpu_count", "versions", "command", "copy_tbps", "rows"} <= result.keys()
     assert [row["what"] for row in result["rows"]] == ["decode_model", "decode_model", "prefill_model"]
@@ -42,7 +42,7 @@ def test_result_file(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"steps": 4}, "steps more than the 4 untimed ones"),
+        ({"steps": 8}, "steps at least 9: 4 untimed ones and 5 rounds"),
         ({"batch": [1, 0]}, "batch, context and prefill must be at least 1"),
         ({"models": ["no/such/config.json"]}, "no/such/config.json cannot be read as a model config"),
         ({"state": "float16"}, "linear_state_dtype is 'float16' but must be one of"),
@@ -52,4 +52,4 @@ def test_refusals(change, message, tmp_path):
     TriadicConfig(**FIELDS).save_pretrained(tmp_path / "tiny")
     call = dict(models=[str(tmp_path / "tiny")], batch=[1], context=[30], prefill=[], state="float32", dtype="float32")
     with pytest.raises(ValueError, match=message):
-        list(measure(**{**call, "steps": 6, "device": "cpu", "command": "", **change}))
+        list(measure(**{**call, "steps": 9, "device": "cpu", "command": "", **change}))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from triadic import settings
-from triadic.evaluation import config, evaluate, figures, journal, report, sampling, suite
+from triadic.evaluation import config, evaluate, figures, journal, sampling, suite
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = {
@@ -75,16 +75,6 @@ def test_report_shows_the_figures(finished):
     for row in results["rows"]:
         if row["metric"] == "perplexity":
             assert f"{row['value']:.2f}" in text
-
-
-def test_report_says_that_openings_are_left_out(finished, tmp_path):
-    _, results = finished
-    note = "documents, without the window that each document begins with."
-    for skip in (False, True):
-        section = results["suite"]["perplexity"] | {"skip_opening_windows": skip}
-        changed = results | {"suite": results["suite"] | {"perplexity": section}}
-        (tmp_path / "results.json").write_text(json.dumps(changed))
-        assert (note in report.write_markdown(tmp_path)) == skip
 
 
 def test_figure_is_drawn_from_the_results(finished, tmp_path):

@@ -23,6 +23,7 @@ def judge(tolerance, *arguments):
         assert row["absent"], f"a gradient is given for an absent input, or missing for one that is there: {row}"
         assert row["repeatable"], f"two runs differ: {row}"
         assert row["inference"], f"the output changes when nothing is kept for the backward: {row}"
+        assert row["isolated"], f"a document changes another one: {row}"
 
 
 @pytest.mark.parametrize("cases", ["small", "slow", "large"])

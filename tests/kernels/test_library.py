@@ -11,7 +11,8 @@ import torch
 import triadic_kernels
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
-from triadic_kernels import causal_conv1d, chunk_triadic, op, recurrent_triadic
+from torch._subclasses import FakeTensorMode
+from triadic_kernels import causal_conv1d, chunk_triadic, op, recurrent, recurrent_triadic
 
 FOLDER = Path(triadic_kernels.__file__).parent
 OPS = pytest.mark.parametrize("op", [chunk_triadic, recurrent_triadic])
@@ -97,6 +98,33 @@ def test_opcheck_backward(inputs):
         (*arguments, outputs[1:], do, None, 0.5, True, False, "auto"),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+def gaps(x):
+    """The same values, as a compiler may lay them out: rows further apart than they are long."""
+    return torch.nn.functional.pad(x, (0, 3))[..., : x.shape[-1]]
+
+
+@pytest.mark.parametrize("name", ["chunk_forward", "recurrent_step", "recurrent_step_"])
+def test_back_ends_are_given_contiguous_tensors(name, inputs, monkeypatch):
+    """Kernels count on it, and what an op returns has the strides of its fake."""
+    x = [inputs(T=3, states=1)[key].detach() for key in POSITIONAL]
+    options = (None, 0.5, True, True, *([True] if name == "chunk_forward" else []), "auto", False)
+    call, given = getattr(torch.ops.triadic_kernels, name), []
+    expected = call(*x[:7], x[7].clone(), *options)
+    for module in (op, recurrent):
+        chosen = module.problem
+        monkeypatch.setattr(module, "problem", lambda *a, f=chosen, **k: given.extend(a) or f(*a, **k))
+    results = call(*map(gaps, x[:7]), x[7].clone(), *options)
+    assert len(given) == 8
+    assert all(y is None or y.is_contiguous() for y in given)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = call(*(mode.from_tensor(gaps(y)) for y in x[:7]), mode.from_tensor(x[7]), *options)
+    for result, fake, want in zip(
+        *([y] if name == "recurrent_step_" else y for y in (results, fakes, expected)), strict=True
+    ):
+        assert torch.equal(result, want)
+        assert result.stride() == fake.stride()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -59,6 +59,12 @@ def test_ampere_and_blackwell(architecture, tmp_path):
     assert all(row["shared_bytes"] <= 99 << 10 for row in rows), "more shared memory than Ada has"
 
 
+def test_keys_and_values_in_one_pass(tmp_path):
+    rows = compiled(tmp_path, "--features", "--E", "8")
+    assert {row["kernel"] for row in rows} == {"features_kernel", "slopes_kernel", "inputs_kernel"}
+    assert all(row["spill_bytes"] <= 16 and row["registers"] <= 128 for row in rows), rows
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", [[], ["--linear"]])
 def test_hopper_all_slice_counts(mixer, tmp_path):

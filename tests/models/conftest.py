@@ -10,6 +10,7 @@ KINDS = {
     "gdn": {"layer_types": [LINEAR, LINEAR]},
     "sgla": {"layer_types": [LINEAR, LINEAR], "linear_mixer": "sgla", "decay_gate": "head", "write_gate": False},
     "hybrid": {"layer_types": [LINEAR, FULL, LINEAR], "position_embedding": "none", "linear_num_value_heads": 4},
+    "deltaproduct": {"layer_types": [LINEAR, LINEAR], "num_householder": 2, "allow_neg_eigval": True},
     "softmax_first": {"layer_types": [FULL, LINEAR]},
     "transformer": {"layer_types": [FULL, FULL]},
 }

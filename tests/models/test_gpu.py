@@ -32,15 +32,19 @@ def similar(actual, expected, error):
 @pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
 @pytest.mark.parametrize("longest", [257, None])
 def test_packed_softmax(make_model, tokens, kind, implementation, longest):
-    """bfloat16: torch's varlen_attn or a compiled block mask, against one float32 document at a time."""
+    """bfloat16: torch's varlen_attn or a compiled block mask, against one float32 document at a time; the gradients are
+    as close as bfloat16 brings one document at a time.
+    """
     ids = tokens(1, 448).cuda()
     exact = make_model(kind, **SIZES).cuda().train()
     loss, expected = gradients(exact, ids, LENGTHS)
     model = make_model(kind, attn_implementation=implementation, **SIZES).cuda().train()
     with torch.autocast("cuda", torch.bfloat16):
+        _, alone = gradients(model, ids, LENGTHS)
         packed, actual = gradients(model, ids, 448, cu_seq_lens_q=bounds(), max_length_q=longest)
     assert packed == pytest.approx(loss, rel=0.01)
-    similar(actual, expected, 0.1)
+    for name, g in expected.items():
+        assert (actual[name] - g).norm() <= 1.5 * (alone[name] - g).norm(), name
 
 
 def test_packed_float32_is_exact(make_model, tokens):

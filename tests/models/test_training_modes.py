@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from triadic.models.modeling_triadic import compile_layers
 
 BOUNDS = torch.tensor([0, 3, 4, 10], dtype=torch.int32)
 
@@ -66,6 +69,28 @@ def test_compiled_checkpointed(make_model, tokens, close):
     model, ids = make_model("gdn", layer_types=["linear_attention"]).train(), tokens(1, 10)
     model.gradient_checkpointing_enable()
     compiled_equals_eager(model, ids, close, "aot_eager", shift_labels=ids, cu_seq_lens_q=BOUNDS)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiled_layer_by_layer(make_model, tokens, close, checkpointed):
+    """No breaks, one compilation for all layers of a kind, few for all numbers of documents."""
+    model, ids = make_model("gdn", layer_types=["linear_attention"] * 3).train(), tokens(1, 12)
+    arguments = {"shift_labels": ids, "cu_seq_lens_q": torch.tensor([0, 4, 5, 12], dtype=torch.int32)}
+    loss, gradients = step(model, ids, **arguments)
+    torch._dynamo.reset()
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    counted = CompileCounterWithBackend("aot_eager")
+    compile_layers(model, fullgraph=True, backend=counted)
+    model.zero_grad()
+    again, compiled = step(model, ids, **arguments)
+    close(again, loss, 1e-5)
+    for name in gradients:
+        close(compiled[name], gradients[name], 1e-4)
+    assert counted.frame_count == 1
+    for documents in ([0, 3, 7, 12], [0, 1, 7, 9, 12], [0, 2, 3, 4, 5, 12]):  # other bounds, other numbers of them
+        step(model, ids, shift_labels=ids, cu_seq_lens_q=torch.tensor(documents, dtype=torch.int32))
+    assert counted.frame_count <= 3
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """The recall task and model against their definition, the grid's program, and a run that learns."""
 
+import concurrent.futures
 import dataclasses
 import importlib.util
 import json
 import math
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -175,6 +177,32 @@ def test_program_fills_a_grid_and_goes_on_where_it_stopped(program, tmp_path):
         program.run(other, output, "test")
 
 
+def test_runs_near_the_fall_of_each_curve_come_first(program):
+    grid = program.Grid(pairs=[32, 64, 128, 256], slices=[1, 2], seeds=2, training=mqar.MqarConfig(), transition=64.0)
+    order = [(run.seed, run.slices, run.pairs) for run in grid.runs()]
+    assert order[:6] == [(0, 2, 128), (0, 1, 64), (0, 2, 256), (0, 1, 128), (0, 2, 64), (0, 1, 32)]
+    assert [seed for seed, *_ in order] == [0] * 8 + [1] * 8
+    assert order[6:8] == [(0, 1, 256), (0, 2, 32)]  # two doublings away
+    assert [(r.seed, r.slices, r.pairs) for r in dataclasses.replace(grid, reach=1.0, seeds=1).runs()] == order[:6]
+    for name in ("processes", "reach", "seconds"):
+        with pytest.raises(ValueError, match=f"{name} is 0 but must be above 0"):
+            dataclasses.replace(grid, **{name: 0})
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_no_run_begins_after_its_time(program, monkeypatch, tmp_path, processes, capsys):
+    clock = iter([0.0, 0.0, 0.0, 11.0, 11.0])  # of the start, then before each run
+    monkeypatch.setattr(program, "ProcessPoolExecutor", lambda *_: concurrent.futures.ThreadPoolExecutor(processes))
+    monkeypatch.setattr(program, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    row = {"metric": "accuracy", "value": 1.0}
+    monkeypatch.setattr(program, "work", lambda c, index: row | {"N": c.pairs, "E": c.slices, "seed": c.seed})
+    grid = dataclasses.replace(settings.load(program.Grid, RECIPE / "smoke.yaml"), processes=processes, seconds=10)
+    result = program.run(grid, tmp_path / "mqar.json", "test", commit="abc")
+    assert len([row for row in result["rows"] if row["metric"] == "accuracy"]) == 2
+    assert result["commit"] == "abc"
+    assert "2 runs have not begun" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_program_runs_several_processes(tmp_path):
     output = tmp_path / "mqar.json"
@@ -187,7 +215,7 @@ def test_program_runs_several_processes(tmp_path):
 @pytest.mark.parametrize("scale", ["paper", "small", "smoke"])
 def test_grids_load(scale, program):
     grid = settings.load(program.Grid, RECIPE / f"{scale}.yaml")
-    assert len(grid.runs()) == len(grid.pairs) * len(grid.slices) * grid.seeds
+    assert len(grid.runs()) == (51 if scale == "small" else len(grid.pairs) * len(grid.slices) * grid.seeds)
     if scale == "paper":
         assert (len(grid.runs()), grid.training) == (1000, mqar.MqarConfig())
 

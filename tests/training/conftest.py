@@ -1,8 +1,13 @@
 """A tiny real world for training: text -> prepared store -> settings; in-process runs start from a clean accelerate."""
 
+import contextlib
 import json
+import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +19,15 @@ from triadic.data import DataConfig, prepare
 from triadic.settings import from_dict
 from triadic.training import load_config, train
 
+ROOT = Path(__file__).resolve().parents[2]
+# engine -> what accelerate launch needs to start it on a CPU, in its environment and on its command line
+ON_CPU = {"ACCELERATE_USE_CPU": "true"}
+LAUNCHERS = {
+    "single": (ON_CPU, []),
+    "ddp": (ON_CPU, ["--multi_gpu"]),
+    "fsdp2": (ON_CPU, ["--use_fsdp", "--fsdp_version", "2"]),
+    **{f"zero{stage}": ({}, ["--use_deepspeed", "--zero_stage", str(stage)]) for stage in (1, 2, 3)},
+}
 VOCABULARY = 300
 ARCHITECTURE = {
     "architectures": ["TriadicForCausalLM"],
@@ -135,3 +149,49 @@ def rows():
         return [{key: value for key, value in json.loads(line).items() if key not in timed} for line in lines]
 
     return read
+
+
+def launch_command(engine: str, script: str, *arguments: str, processes: int = 2) -> tuple[list[str], dict[str, str]]:
+    """The command and environment that start `script` in `processes` processes of `engine` on a CPU."""
+    environment, launcher = LAUNCHERS[engine]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--num_processes", str(processes)]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment
+    return [*command, str(ROOT / script), *arguments], variables
+
+
+@pytest.fixture
+def launched(settings_file):
+    """launched(engine, "a.b=value", ...) -> the output of pretrain.py, or another `script`, in two processes."""
+
+    def run(engine: str, *overrides: str, script="scripts/pretrain.py", leading=(), fails=False) -> str:
+        command, variables = launch_command(engine, script, *leading, "--config", str(settings_file), *overrides)
+        result = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600)
+        assert (result.returncode != 0) == fails, result.stdout + result.stderr
+        return result.stdout + result.stderr
+
+    return run
+
+
+@pytest.fixture
+def started(settings_file, tmp_path):
+    """started(engine, processes, script, "a.b=value", ...) -> a running launcher, alone in its process group; what it
+    and its processes print is appended to tmp_path / "output"."""
+    running = []
+
+    def start(engine: str, processes: int, script: str, *overrides: str) -> subprocess.Popen:
+        command, variables = launch_command(
+            engine, script, "--config", str(settings_file), *overrides, processes=processes
+        )
+        if engine == "single":
+            command = [sys.executable, str(ROOT / script), "--config", str(settings_file), *overrides]
+        with open(tmp_path / "output", "a") as output:
+            options = {"cwd": ROOT, "env": variables, "stdout": output, "stderr": output, "start_new_session": True}
+            running.append(subprocess.Popen(command, **options))
+        return running[-1]
+
+    yield start
+    for process in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

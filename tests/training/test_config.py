@@ -1,3 +1,4 @@
+import json
 import re
 from pathlib import Path
 
@@ -75,6 +76,17 @@ def test_a_resolved_config_reads_back_equal(configure, tmp_path):
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
 def test_launch_files_load_and_leave_precision_and_batch_to_the_run(path):
     launch = load_config_from_file(str(path))
-    assert launch.mixed_precision == "no"
-    assert launch.num_processes == {"single": 1, "ddp_8gpu": 8, "ddp_2x8gpu": 16}[path.stem]
-    assert not re.search(r"batch|accumulation|learning", re.sub(r"#.*", "", path.read_text()))
+    engine, _, size = path.stem.rpartition("_") if path.stem != "single" else ("single", "", "")
+    assert launch.num_processes == {"": 1, "8gpu": 8, "2x8gpu": 16}[size]
+    assert launch.num_machines == (2 if size == "2x8gpu" else 1)
+    text = re.sub(r"#.*", "", path.read_text())
+    if engine.startswith("zero"):
+        assert launch.distributed_type == "DEEPSPEED"
+        assert "mixed_precision" not in text  # accelerate refuses it beside a DeepSpeed file
+        text = (ROOT / launch.deepspeed_config["deepspeed_config_file"]).read_text()
+        (zero,) = json.loads(text).values()
+        assert engine == f"zero{zero['stage']}" + ("_offload" if "offload_optimizer" in zero else "")
+    else:
+        assert launch.mixed_precision == "no"
+        assert launch.distributed_type == {"single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP"}[engine]
+    assert not re.search(r"batch|accumulation|learning|bf16|fp16|clipping", text)

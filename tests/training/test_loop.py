@@ -1,5 +1,6 @@
 """One step against its definition, validation, and what happens when a number is not finite or a worker dies."""
 
+import functools
 import itertools
 import math
 import os
@@ -14,7 +15,9 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from triadic.data import Windows, collate
-from triadic.training import NonFiniteError, assemble, loop, train
+from triadic.models.modeling_triadic import compile_layers
+from triadic.training import NonFiniteError, assemble, engines, loop, train
+from triadic.training.compiled import check_gradients
 
 UNEVEN = ("data.mask_boundary_targets=true", "batch.global_batch_tokens=512")  # 16 windows a step
 
@@ -253,6 +256,40 @@ def test_batches_are_collated_windows_in_order(begin):
             assert batch.keys() == expected.keys()
             assert all(torch.equal(torch.as_tensor(batch[k]), torch.as_tensor(expected[k])) for k in batch)
     assert i == 5
+
+
+def compiler(factor):
+    """A torch.compile backend whose results are `factor` times too large."""
+    return lambda graph, _: lambda *inputs: [factor * y for y in graph(*inputs)]
+
+
+def test_wrong_gradients_of_compiled_layers_end_the_run(configure, monkeypatch):
+    monkeypatch.setattr(assemble, "compile_layers", functools.partial(compile_layers, backend=compiler(1.1)))
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match=r"other gradients than plain layers .* set model.torch_compile=false"):
+        train(configure("run.steps=3", "model.torch_compile=true"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "factor", "message"),
+    [("single", 1.0, "gradients are those of plain layers"), ("zero2", 1.1, "gradients are not compared")],
+)
+def test_what_is_said_of_compiled_layers(begin, monkeypatch, engine, factor, message):
+    monkeypatch.setattr(assemble, "compile_layers", functools.partial(compile_layers, backend=compiler(factor)))
+    torch._dynamo.reset()
+    run = begin("model.torch_compile=true")
+    monkeypatch.setattr(engines, "name_of", lambda _: engine)
+    assert message in check_gradients(run, collate([run.windows[0]]))
+    assert all(parameter.grad is None for parameter in run.bare.parameters())
+
+
+def test_the_check_of_compiled_layers_changes_nothing(configure, monkeypatch, rows, tmp_path):
+    monkeypatch.setattr(assemble, "compile_layers", functools.partial(compile_layers, backend="eager"))
+    for flag in ("false", "true"):
+        overrides = ("run.steps=3", f"model.torch_compile={flag}", f"run.output_dir={tmp_path}/{flag}")
+        assert train(configure(*overrides)).finished
+    plain, checked = ([row["loss"] for row in rows(tmp_path / flag) if "loss" in row] for flag in ("false", "true"))
+    assert plain == checked
 
 
 @pytest.mark.slow

@@ -91,3 +91,24 @@ def test_garbage_in_the_log_is_left_out(tmp_path):
 def test_a_torn_last_line_is_left_out(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert metrics.read_log(tmp_path / "log.jsonl") == [{"step": 1}, {"step": 2}]
+
+
+def test_a_loss_far_above_those_before_is_a_spike():
+    spikes = metrics.Spikes(window=50)
+    curve = [3.0 + 0.1 * (-1) ** i for i in range(50)]  # mean 3, standard deviation 0.1
+    assert not any(spikes.look(loss) for loss in curve)
+    assert spikes.look(3.55) == ""
+    said = spikes.look(3.9)
+    assert said.startswith("loss 3.9000 lies ")
+    assert "standard deviations above the mean 3.0" in said
+    assert spikes.look(2.0) == ""
+    flat = metrics.Spikes()
+    assert not any(flat.look(2.0) for _ in range(100))
+    assert flat.look(2.1) == ""  # 5 %, a wobble
+    assert "above the mean 2.00" in flat.look(2.2)
+
+
+def test_a_spike_is_reported_with_its_documents(configure, monkeypatch, capsys):
+    monkeypatch.setattr(metrics.Spikes, "look", lambda self, loss: "loss 9 stands out")
+    assert train(configure("run.steps=2", "schedule.warmup_steps=0")).finished
+    assert "step 2: loss 9 stands out, window positions 8 (document" in capsys.readouterr().out

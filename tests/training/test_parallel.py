@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,8 @@ TORCHRUN = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         (TORCHRUN, (2, "ddp"), (2, "ddp")),
         ({"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}, (1, "single"), (None, None)),
         ({"ACCELERATE_USE_DEEPSPEED": "false"}, (1, "single"), (None, None)),
+        (TORCHRUN | {"ACCELERATE_USE_DEEPSPEED": "true"}, (2, "zero3"), (2, "zero3")),
+        (TORCHRUN | {"ACCELERATE_USE_FSDP": "true"}, (2, "fsdp2"), (None, "fsdp2")),
     ],
 )
 def test_sound_launches_pass(environment, found, asked):
@@ -42,7 +45,10 @@ def test_sound_launches_pass(environment, found, asked):
             (None, None),
             "remove ACCELERATE_USE_CPU, which turns Deep",
         ),
-        ({}, (8, "FSDP"), (None, None), "the engine FSDP is not supported, only ddp and single"),
+        ({"ACCELERATE_USE_FSDP": "true"}, (2, "ddp"), (None, None), "was asked for FSDP and this process runs the"),
+        ({}, (8, "fsdp1"), (None, None), "the engine fsdp1 is not supported, only single, ddp, fsdp2, zero1, zero2"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, (8, "zero0"), (None, None), "the engine zero0 is not supported, only"),
+        ({}, (8, "zero2"), (None, "zero3"), "parallel.engine asks for zero3 but the launcher started zero2"),
         ({}, (1, "single"), (8, None), "parallel.processes asks for 8 but the launcher started 1; change either"),
         (TORCHRUN, (2, "ddp"), (None, "single"), "parallel.engine asks for single but the launcher started ddp"),
     ],
@@ -52,8 +58,8 @@ def test_launches_that_would_train_something_else_are_refused(environment, found
         check_launch(environment, *found, *asked)
 
 
-def launch(settings_file: Path, launcher: list[str], environment: dict[str, str], *overrides: str):
-    command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--num_processes", "2"]
+def launch(settings_file: Path, launcher: list[str], environment: dict[str, str], *overrides: str, processes: int = 2):
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--num_processes", str(processes)]
     command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     command += [str(ROOT / "scripts" / "pretrain.py"), "--config", str(settings_file), *overrides]
     variables = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment
@@ -73,11 +79,54 @@ def test_two_processes_train_as_one_and_take_over_its_run(configure, settings_fi
     assert "Warning" not in result.stderr
     assert result.stdout.count("resuming from") == result.stdout.count("step 12/12 | validation loss") == 1
     ours = [row for row in rows(shared.run.output_dir) if (row["step"], "val_loss" in row) != (2, True)]
-    theirs = rows(alone.run.output_dir)
     assert len(ours) == 12 + 3
+    equal_steps(ours, rows(alone.run.output_dir))
+
+
+def equal_steps(ours, theirs):
+    """Rows of two log.jsonl agree: the same steps, windows and, to rounding, losses and gradient norms."""
+    assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.keys() == other.keys()
         assert all(abs(mine[key] - other[key]) < 1e-5 * max(1, abs(other[key])) for key in mine), (mine, other)
+
+
+def test_two_processes_share_windows_and_take_over_a_run(configure, settings_file, stand_at, templates, rows):
+    """Each reads half of every window's tokens, from step 8 on; a run of one process has been there to the end."""
+    stand_at(8)
+    result = launch(settings_file, ["--multi_gpu"], {"ACCELERATE_USE_CPU": "true"}, "parallel.context=2")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "2 processes x 2 micro-batches x 4 / 2 that share each window" in result.stdout
+    assert "resuming from" in result.stdout
+    equal_steps(rows(configure().run.output_dir), rows(templates[12]))
+
+
+@pytest.mark.slow
+def test_two_pairs_of_processes_share_windows(configure, settings_file, world, tmp_path, rows):
+    """A hybrid with one key/value head: data parallelism over two pairs, context parallelism within each; then all
+    four go on as they would without."""
+    settings = (f"model.config={world / 'hybrid.json'}", "batch.micro_batch_windows=1", "schedule.decay_steps=12")
+    train(configure(*settings, f"run.output_dir={tmp_path / 'alone'}"))
+    for more in (("run.steps=6", "parallel.context=2"), ("run.steps=12",)):
+        result = launch(
+            settings_file, ["--multi_gpu"], {"ACCELERATE_USE_CPU": "true"}, *settings, *more, processes=4
+        )  # fmt: skip
+        assert result.returncode == 0, result.stdout + result.stderr
+    ours = [row for row in rows(configure().run.output_dir) if (row["step"], "val_loss" in row) != (6, True)]
+    equal_steps(ours, rows(tmp_path / "alone"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.context=3"], "data.seq_len (32) must be a multiple of parallel.context (3)"),
+        (["parallel.context=2"], "parallel.context (2) must divide the 1 processes"),
+    ],
+)
+def test_windows_that_cannot_be_shared_are_refused(configure, tmp_path, overrides, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train(configure(*overrides))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
@@ -118,6 +167,27 @@ def test_two_processes_refuse_bad_input_once(settings_file, tmp_path, overrides)
     assert result.returncode != 0
     assert result.stderr.count("error: ") == 1, result.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "fsdp2"])
+def test_two_machines_of_one_process(engine, settings_file, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    variables = {"HEAD": "127.0.0.1", "PORT": port, "NODES": "2", "GPUS": "1", "ENGINE": engine, "PATH": path}
+    variables |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables |= {} if engine == "zero2" else {"ACCELERATE_USE_CPU": "true"}
+    command = [ROOT / "recipes" / "multi_node" / "torchrun.sh", "--config", settings_file, "run.steps=4"]
+    machines = [
+        subprocess.Popen(command, cwd=ROOT, env=os.environ | variables | {"NODE": node}, stdout=subprocess.PIPE)
+        for node in ("0", "1")
+    ]
+    outputs = [machine.communicate(timeout=300)[0].decode() for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0]
+    assert f"{engine}, 2 x cpu" in outputs[0]
+    assert (tmp_path / "run" / "final").exists()
 
 
 def test_an_error_on_the_main_rank_reaches_the_caller(configure):

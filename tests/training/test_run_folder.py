@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from triadic.data import DataConfig, prepare
+from triadic.models.upcycling import upcycle
 from triadic.settings import from_dict
 from triadic.training import run_folder, train
 
@@ -177,6 +178,36 @@ def test_init_from_takes_weights_alone_and_a_new_rope_base(configure, world, tmp
         torch.testing.assert_close(old, new, atol=1e-7, rtol=0, msg=name)
     losses = [row["loss"] for row in rows(tmp_path / "long") if "loss" in row]
     assert losses[0] < rows(first.run.output_dir)[0]["loss"] - 0.1
+
+
+def test_the_state_grows_at_the_extension(configure, world, tmp_path, rows):
+    """Three slices at 32 tokens, six at 64: the run begins as upcycling leaves the model, learns, and resumes."""
+    short = configure(f"run.output_dir={tmp_path}/short")
+    train(short)
+    weights = Path(short.run.output_dir) / "final"
+    longer = (f"model.init_from={weights}", "model.second_key_dim=6", "data.seq_len=64", "run.seed=5")
+    train(configure(*longer, "run.steps=3", "optimizer.learning_rate=1e-9", f"run.output_dir={tmp_path}/still"))
+    grown = AutoModelForCausalLM.from_pretrained(tmp_path / "still" / "final")
+    expected = upcycle(AutoModelForCausalLM.from_pretrained(weights), 6, seed=5)
+    assert grown.config.second_key_dim == 6
+    for (name, new), old in zip(grown.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(new, old, atol=1e-7, rtol=0, msg=name)
+    train(configure(*longer, "run.steps=4", "schedule.decay_steps=8", f"run.output_dir={tmp_path}/long"))
+    train(configure(*longer, "run.steps=8", f"run.output_dir={tmp_path}/long"))
+    losses = [row["loss"] for row in rows(tmp_path / "long") if "loss" in row]
+    assert len(losses) == 8
+    assert losses[0] < rows(tmp_path / "short")[0]["loss"] - 0.1
+    assert losses[-1] < losses[0]
+
+
+def test_a_state_that_cannot_grow_is_refused(configure, world, tmp_path):
+    refuses(
+        configure("model.second_key_dim=6"), "model.second_key_dim grows the state of model.init_from, which is not"
+    )
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(world / "gdn.json")).save_pretrained(tmp_path / "gdn")
+    for wanted in (3, 4):
+        settings = configure(f"model.init_from={tmp_path}/gdn", f"model.second_key_dim={wanted}")
+        refuses(settings, f"model.init_from: second_key_dim {wanted} is no larger multiple of the model's 3: give 6, 9")
 
 
 def test_init_from_that_cannot_be_used_is_refused(configure, world, tmp_path):

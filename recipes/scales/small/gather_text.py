@@ -9,14 +9,16 @@ from pathlib import Path
 
 KINDS = {".c", ".h", ".S", ".rst", ".txt", ".html", ".htm", ".py", ".el", ".pod", ".md"}
 SCRIPT = re.compile(r"<(script|style)\b.*?</\1>", re.S | re.I)
+SKIPPED = re.compile(r"asic_reg|drivers/gpu/.*/include/")  # tables of registers, a quarter of the kernel's text
+LONGEST = 600_000  # characters; what is longer, a program wrote
 TAG = re.compile(r"<[^>]*>")
 SPACE = re.compile(r"\n\s*\n\s*")
 
 
 def read(path: Path) -> str | None:
-    """A file's text, tags of HTML removed; None if it is another kind of file or not UTF-8."""
+    """A file's text, tags of HTML removed; None if it is of another kind, a table, too long or not UTF-8."""
     kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-    if kind not in KINDS or path.is_symlink() or not path.is_file():
+    if kind not in KINDS or SKIPPED.search(str(path)) or path.is_symlink() or not path.is_file():
         return None
     try:
         content = path.read_bytes()
@@ -25,7 +27,7 @@ def read(path: Path) -> str | None:
         return None
     if kind in (".html", ".htm"):
         text = SPACE.sub("\n\n", html.unescape(TAG.sub("", SCRIPT.sub("", text)))).strip()
-    return text
+    return text if len(text) <= LONGEST else None
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class LayerGates:
 
     def add(self, mixer: TriadicLinearAttention, hidden_states: Tensor) -> None:
         """Count the gates of hidden states [B, T, D], what the mixer reads."""
-        decay, beta, _ = mixer.gates(hidden_states)  # [B, T, HV, E] or [B, T, HV]; [B, T, HV]
+        decay, beta, _ = mixer.gates(hidden_states)  # [B, T, HV, E] or [B, T, HV]; [B, T, HV] or [B, T, HV, n]
         self.tokens += hidden_states.shape[0] * hidden_states.shape[1]
         if decay is not None:
             total = decay.double().sum((0, 1)).cpu()  # [HV, E] or [HV]
@@ -42,7 +42,7 @@ class LayerGates:
         if beta is not None:
             self.top = 2.0 if mixer.config.allow_neg_eigval else 1.0
             counts = torch.histc(beta.float(), BINS, 0.0, self.top).double().cpu()
-            total = beta.double().mean(-1).sum().cpu()
+            total = beta.double().flatten(2).mean(-1).sum().cpu()
             self.strength = total if self.strength is None else self.strength + total
             self.histogram = counts if self.histogram is None else self.histogram + counts
 

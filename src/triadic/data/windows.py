@@ -78,12 +78,15 @@ class Windows(torch.utils.data.Dataset):
         }
 
 
-def collate(samples: Sequence[dict]) -> dict[str, torch.Tensor | int]:
+def collate(samples: Sequence[dict], part: int = 0, parts: int = 1) -> dict[str, torch.Tensor | int]:
     """Pack n windows of T tokens into one row, with the boundaries that attention and recurrence reset at.
 
-    Returns input_ids, shift_labels, position_ids: int64 [1, n * T]; cu_seq_lens_q = cu_seq_lens_k: int32 [N + 1], from
-    0 to n * T; max_length_q = max_length_k: int. Raises ValueError for an id outside the vocabulary or positions that
-    neither count up nor reset to 0.
+    part, parts: return only one of so many equal parts of the row's tokens (T must be a multiple of parts), with the
+    boundaries of the whole row.
+
+    Returns input_ids, shift_labels, position_ids: int64 [1, n * T / parts]; cu_seq_lens_q = cu_seq_lens_k: int32
+    [N + 1], from 0 to n * T; max_length_q = max_length_k: int. Raises ValueError for an id outside the vocabulary or
+    positions that neither count up nor reset to 0.
     """
     if not samples:
         raise ValueError("collate needs at least one window")
@@ -99,7 +102,7 @@ def collate(samples: Sequence[dict]) -> dict[str, torch.Tensor | int]:
     cu_seqlens = torch.cat([bounds, torch.tensor([len(positions)])])  # [N + 1]
     longest = int(cu_seqlens.diff().max())
     cu_seqlens = cu_seqlens.to(torch.int32)
-    batch = {name: value[None] for name, value in batch.items()}  # [1, n * T]
+    batch = {name: value.view(parts, -1)[part, None] for name, value in batch.items()}  # [1, n * T / parts]
     batch |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
     return batch | {"max_length_q": longest, "max_length_k": longest}
 

@@ -40,7 +40,6 @@ class PerplexityConfig:
 
     window: int  # tokens a window feeds to the model; it scores as many
     buckets: list[int]  # rising edges of the position buckets, from 0 to `window`
-    skip_opening_windows: bool = False  # leave out each document's first window, from every figure of this part
     curve_points: int = 40  # at most so many geometric bins in the loss-by-position curve
     max_windows: int | None = None  # keep so many, evenly spaced; null: all
     unigram: bool = True  # score the training store's unigram distribution on the same tokens

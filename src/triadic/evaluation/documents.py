@@ -60,26 +60,21 @@ def own_store(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> TokenStor
     return store
 
 
-def full_windows(
-    documents: Documents, window: int, most: int | None = None, skip_opening: bool = False
-) -> list[Window]:
+def full_windows(documents: Documents, window: int, most: int | None = None) -> list[Window]:
     """Every full window of every document: disjoint inputs of `window` tokens, each with the token after it.
 
-    `skip_opening` leaves out the window that each document begins with; `most` keeps that many of the others, evenly
-    spaced. Raises ValueError if no document is long enough.
+    `most` keeps that many, evenly spaced. Raises ValueError if no document is long enough.
     """
-    first = window if skip_opening else 0
     windows = [
         Window(document, start)
         for document, length in enumerate(documents.lengths)
-        for start in range(first, length - window, window)
+        for start in range(0, length - window, window)
     ]
     if not windows:
         longest = max(documents.lengths, default=0)
-        second = " after its opening window" if skip_opening else ""
         raise ValueError(
-            f"no held-out document has the {first + window + 1} tokens of a full window{second} (the longest has "
-            f"{longest}); lower perplexity.window{', or keep the opening windows' if skip_opening else ''}"
+            f"no held-out document has the {window + 1} tokens of a full window (the longest has {longest}); "
+            "lower perplexity.window"
         )
     if most is not None and most < len(windows):
         windows = [windows[i * len(windows) // most] for i in range(most)]

@@ -10,7 +10,7 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-import triadic  # noqa: F401  (registers the model with transformers' Auto classes)
+import triadic.models.families  # noqa: F401  (registers ours with transformers' Auto classes)
 from triadic.data import tokenizer_hash
 from triadic.evaluation.config import ModelConfig
 from triadic.evaluation.scoring import check_head

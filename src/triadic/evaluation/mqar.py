@@ -143,12 +143,13 @@ def draw(config: MqarConfig, pairs: int, sequences: int, generator: torch.Genera
     """keys, values, queries, answers, each [sequences, pairs] int64 on the generator's device."""
     device = generator.device
 
-    def ranks(choices: int) -> torch.Tensor:
-        return torch.rand(sequences, choices, generator=generator, device=device).argsort(dim=1)
+    def choose(choices: int) -> torch.Tensor:
+        """`pairs` different numbers below `choices` in random order: where the largest of as many draws stand."""
+        return torch.rand(sequences, choices, generator=generator, device=device).topk(pairs, dim=1).indices
 
-    keys = ranks(config.keys)[:, :pairs]
+    keys = choose(config.keys)
     values = torch.randint(config.values, (sequences, pairs), generator=generator, device=device) + config.keys
-    order = ranks(pairs)
+    order = choose(pairs)
     return keys, values, keys.gather(1, order), values.gather(1, order)
 
 

@@ -6,8 +6,7 @@ targets. A bucket's perplexity is exp of its mean loss.
 
 Buckets hold the tokens that happen to lie there. In most windows what lies where is chance, which evens out over many;
 in a document's first window it is not: openings follow a form (a title, a salutation) that is easier to predict than
-the text behind it and falls into the first bucket alone. Where documents are so short that this hides what context
-gives, `skip_opening_windows` leaves each document's first window out.
+the text behind it, so where documents are short the first buckets show less than what context gives.
 
 Every standard error is over documents (windows of one document are not independent): with x_i the value of window i
 and m their mean, SE^2 = G / (G - 1) * sum over documents of (sum over its windows of (x_i - m))^2 / n^2, for G
@@ -72,7 +71,7 @@ def _windows(context: "Context", config: PerplexityConfig) -> tuple[Documents, l
     if "windows" not in context.kept:
         text = context.data("validation"), context.checkpoint.tokenizer, context.suite.data.column
         documents = open_documents(*text)
-        windows = full_windows(documents, config.window, config.max_windows, config.skip_opening_windows)
+        windows = full_windows(documents, config.window, config.max_windows)
         context.kept["windows"] = documents, windows
     return context.kept["windows"]
 

@@ -1,52 +1,8 @@
-"""Where a result comes from, and results.md, made from results.json alone."""
+"""results.md, made from results.json alone."""
 
-import datetime
-import importlib.metadata
 import json
-import platform
-import subprocess
 from pathlib import Path
 from typing import Any
-
-import torch
-
-PACKAGES = ("triadic", "torch", "transformers", "tokenizers", "datasets", "lm-eval", "wonderwords")
-
-
-def origin(command: str) -> dict[str, Any]:
-    """Commit, date, machine and command of a measurement, as every result file has them."""
-    gpu = torch.cuda.is_available()
-    return {
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "gpu": torch.cuda.get_device_name() if gpu else None,
-        "gpu_count": torch.cuda.device_count() if gpu else 0,
-        "command": command,
-    }
-
-
-def versions() -> dict[str, str]:
-    """Python's and each relevant package's version, of those installed."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def commit() -> str | None:
-    """The git commit of this source tree, with "-dirty" if files differ; None outside a repository."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def write_markdown(folder: Path) -> str:
@@ -125,11 +81,9 @@ def _positions(results: dict) -> list[str]:
         errors = "" if not row["se"] else f" ({row['value'] / row['se']:.1f} standard errors)"
         lines += ["", f"{row['model']}: loss at {a}-{b} minus loss at {c}-{d}: {_plus_minus(row, 4)} nats{errors}."]
     if rows:
-        skipped = results["suite"]["perplexity"]["skip_opening_windows"]
         lines += [
             "",
-            f"{rows[0]['windows']} windows of {rows[0]['window']} tokens from {rows[0]['documents']} documents"
-            f"{', without the window that each document begins with' if skipped else ''}. "
+            f"{rows[0]['windows']} windows of {rows[0]['window']} tokens from {rows[0]['documents']} documents. "
             "Differences are taken within windows, standard errors over documents.",
         ]
     return lines

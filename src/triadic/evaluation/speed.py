@@ -1,5 +1,6 @@
 """How fast a model decodes and reads a prompt, against what the memory's bandwidth allows."""
 
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,12 +9,13 @@ from typing import Any
 import torch
 from transformers import StaticCache
 
-from triadic.evaluation.report import origin, versions
 from triadic.models import TriadicConfig, TriadicForCausalLM
 from triadic.models.cache import CACHE_NAME, RecurrentLayer, new_cache
+from triadic.origin import origin, versions
 
 SEED_TOKENS = 4  # fill the caches before the clock starts
 UNTIMED = 4  # steps that compile, record and replay
+ROUNDS = 5  # of steps, timed one by one; their median counts
 
 
 def copy_bandwidth(device: torch.device, gib: float = 4.0) -> float:
@@ -60,12 +62,14 @@ def decoding_speed(
         ids, position = step(ids, position)
     _reset_peak(device)
 
+    each = (steps - UNTIMED) // ROUNDS
+
     def decode():
         nonlocal ids, position
-        for _ in range(steps - UNTIMED):
+        for _ in range(each):
             ids, position = step(ids, position)
 
-    seconds = _seconds(decode, device) / (steps - UNTIMED)
+    seconds = statistics.median(_seconds(decode, device) for _ in range(ROUNDS)) / each
     moved = _bytes_moved(model, cache, batch, context)
     return {
         "what": "decode_model", "B": batch, "context": context, "ms_per_step": round(seconds * 1e3, 4),
@@ -159,9 +163,10 @@ def measure(models, batch, context, prefill, state, dtype, steps, device, comman
     Raises:
         ValueError: numbers that cannot be measured with, or a model config that cannot be read.
     """
-    if steps <= UNTIMED or min([1, *batch, *context, *prefill]) < 1:
+    if steps < UNTIMED + ROUNDS or min([1, *batch, *context, *prefill]) < 1:
         raise ValueError(
-            f"batch, context and prefill must be at least 1 and steps more than the {UNTIMED} untimed ones."
+            f"batch, context and prefill must be at least 1, and steps at least {UNTIMED + ROUNDS}: "
+            f"{UNTIMED} untimed ones and {ROUNDS} rounds of one or more."
         )
     device = torch.device(device)
     bandwidth = copy_bandwidth(device, gib=4.0 if device.type == "cuda" else 0.01)

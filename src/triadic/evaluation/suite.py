@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
+from triadic import origin as provenance
 from triadic import settings
 from triadic.evaluation import figures, report
 from triadic.evaluation.batching import Batches
@@ -90,13 +91,13 @@ def evaluate(
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         PartialState()  # started by accelerate launch or torchrun: join the other processes, take this one's device
     checkpoint = name if isinstance(name, Checkpoint) else load_checkpoint(name, suite.model)
-    versions = report.versions()
+    versions = provenance.versions()
     identity = {"checkpoint": checkpoint.facts(), "suite": settings.to_dict(suite), "versions": versions}
     context = Context(checkpoint, suite)
     identity["data"] = {part: modules[part].check(context, section) for part, section in suite.parts().items()}
     context.journal = Journal(output, identity, overwrite)
-    origin = context.journal.once("origin", lambda: report.origin(command))
-    now = share(report.commit)
+    origin = context.journal.once("origin", lambda: provenance.origin(command))
+    now = share(provenance.commit)
     if now != origin["commit"]:
         origin["commit"] = f"{origin['commit']}, resumed at {now}"
     facts = {"model": checkpoint.name, "tokens": checkpoint.run.get("tokens"), "seed": checkpoint.run.get("seed")}

@@ -20,11 +20,11 @@ from triadic.evaluation.config import DataConfig, ModelConfig, PerplexityConfig,
 from triadic.evaluation.haystack import TASKS, own_texts
 from triadic.evaluation.journal import write_json
 from triadic.evaluation.loading import Checkpoint
-from triadic.evaluation.report import origin, versions
 from triadic.evaluation.scoring import token_losses
 from triadic.evaluation.speed import random_model
 from triadic.evaluation.suite import evaluate
 from triadic.models import TriadicConfig
+from triadic.origin import origin, versions
 
 CHARACTERS_A_TOKEN = 6  # more than any tokenizer trained here reaches: documents hold at least one window
 

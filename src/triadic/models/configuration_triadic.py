@@ -90,6 +90,8 @@ class TriadicConfig(PreTrainedConfig):
         second_key_activation: activation of q' and k' (before their L2 norm).
         tie_second_key: k' = k and q' = q, which needs second_key_dim = linear_key_head_dim.
         decay_gate: one forget gate per "slice" of a head, one per "head", or "none".
+        num_householder [n]: writes of a token, each with its own k, v, k' and beta; the state decays before the first,
+            the query reads after the last (Gated DeltaProduct, arXiv 2502.10297).
         write_gate: whether a token's write is scaled by beta = sigmoid(.) in (0, 1).
         allow_neg_eigval: beta in (0, 2).
         linear_state_dtype: "float32" | "bfloat16", what a cache keeps states in; bfloat16 halves the memory, and the
@@ -145,6 +147,7 @@ class TriadicConfig(PreTrainedConfig):
     second_key_activation: str = "softplus"
     tie_second_key: bool = False
     decay_gate: str = "slice"
+    num_householder: int = 1
     write_gate: bool = True
     allow_neg_eigval: bool = False
     output_gate_activation: str = "sigmoid"
@@ -243,6 +246,7 @@ POSITIVE = (
     "linear_key_head_dim",
     "linear_value_head_dim",
     "second_key_dim",
+    "num_householder",
 )
 
 
@@ -284,6 +288,11 @@ def _head_contradictions(c):
             yield (
                 f"linear_num_value_heads {c.linear_num_value_heads} is not a multiple of linear_num_key_heads "
                 f"{c.linear_num_key_heads}: every key head serves the same number of value heads."
+            )
+        if c.num_householder > 1 and c.linear_mixer != "gdn":
+            yield (
+                f"num_householder is {c.num_householder}, but linear_mixer is {c.linear_mixer!r}: only the delta rule "
+                "('gdn') erases what an earlier write left, so set one of them back."
             )
         if c.tie_second_key and c.second_key_dim != c.linear_key_head_dim:
             yield (

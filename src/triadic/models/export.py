@@ -19,13 +19,15 @@ MODEL_FILES = (
     "configuration_triadic",
     "modeling_triadic",
     "mixers",
+    "householder",
     "attention",
     "layers",
     "layout",
+    "context",
     "cache",
     "losses",
 )
-KERNEL_FILES = ("op", "recurrent", "segments", "dispatch", "reference", "packing", "conv")
+KERNEL_FILES = ("op", "recurrent", "segments", "dispatch", "reference", "packing", "conv", "features")
 AUTO_MAP = {
     "AutoConfig": "configuration_triadic.TriadicConfig",
     "AutoModel": "modeling_triadic.TriadicModel",

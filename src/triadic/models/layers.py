@@ -62,8 +62,9 @@ class ShortConvolution(nn.Module):
         bound = self.weight.shape[1] ** -0.5
         init.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x, state=None, output_state=False, cu_seqlens=None):
-        weight = self.weight.to(x.dtype)
+    def forward(self, x, state=None, output_state=False, cu_seqlens=None, weight=None):
+        """weight: the rows of `self.weight` for the channels of `x` (None: all of them)."""
+        weight = (self.weight if weight is None else weight).to(x.dtype)
         return causal_conv1d(
             x, weight, initial_state=state, output_final_state=output_state, cu_seqlens=cu_seqlens
         )  # [B, T, D], [N, D, W - 1] | None

@@ -5,6 +5,8 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 
+from .context import Context
+
 
 @dataclasses.dataclass
 class Layout:
@@ -15,11 +17,14 @@ class Layout:
     padded: `valid` [n] are the flat positions of the real tokens of B rows, `cu_seqlens` [B + 1] the bounds of the
         rows among those n tokens.
     neither: every row is one document (or continues the one in its cache).
+    context: the ranks that the packed row is spread over (see context.py); the bounds are those of the whole row.
     """
 
     cu_seqlens: torch.Tensor | None = None
     max_seqlen: int | None = None
     valid: torch.Tensor | None = None
+    context: Context | None = None
+    spread: torch.Tensor | None = None  # what `bounds` found
 
     @property
     def packed(self):
@@ -30,6 +35,14 @@ class Layout:
         if self.max_seqlen is None:
             self.max_seqlen = int(self.cu_seqlens.diff().max())
         return self.max_seqlen
+
+    def bounds(self, steps):
+        """cu_seqlens where each token is `steps` steps of the recurrence; the same tensor for every layer."""
+        if self.cu_seqlens is None or steps == 1:
+            return self.cu_seqlens
+        if self.spread is None:
+            self.spread = self.cu_seqlens * steps
+        return self.spread
 
     def one_row(self, x):
         """[B, T, D] -> [1, B T, D] where documents are packed (unchanged otherwise)."""
@@ -47,7 +60,7 @@ class Layout:
         return flat.index_copy(0, self.valid, x[0]).view(*like.shape[:2], -1)
 
 
-def find_layout(batch, length, attention_mask, position_ids, cu_seqlens, max_seqlen, past_length):
+def find_layout(batch, length, attention_mask, position_ids, cu_seqlens, max_seqlen, past_length, context=None):
     """Read packing and padding off the arguments of a forward.
 
     Packing is `cu_seqlens`, or `position_ids` that restart; padding is a zero in the `[B, past + T]` attention mask.
@@ -56,6 +69,8 @@ def find_layout(batch, length, attention_mask, position_ids, cu_seqlens, max_seq
     Raises:
         ValueError: packing together with padding, with more than one row (cu_seqlens) or with a filled cache.
     """
+    if context is not None:
+        return _spread_layout(batch, length, attention_mask, cu_seqlens, max_seqlen, context)
     padded = _find_padding(batch, length, attention_mask)
     if cu_seqlens is not None:
         if batch != 1:
@@ -83,6 +98,17 @@ def find_layout(batch, length, attention_mask, position_ids, cu_seqlens, max_seq
     starts = F.pad(restarts, (1, 0), value=True).flatten().nonzero().flatten()
     end = starts.new_full((1,), batch * length)
     return Layout(torch.cat([starts, end]).to(torch.int32), max_seqlen)
+
+
+def _spread_layout(batch, length, attention_mask, cu_seqlens, max_seqlen, context):
+    """Packed documents that lie spread over ranks, `length` tokens on each."""
+    if batch != 1 or cu_seqlens is None or attention_mask is not None:
+        raise ValueError(
+            "a context spread over ranks takes one packed row: input_ids [1, T / ranks] and cu_seq_lens_q of all T "
+            "tokens, no attention_mask."
+        )
+    _check_bounds(cu_seqlens, length * context.degree)
+    return Layout(cu_seqlens.to(torch.int32), max_seqlen, context=context)
 
 
 def _check_bounds(cu_seqlens, length):
@@ -118,4 +144,6 @@ def document_positions(layout, length, past_length, device):
     if not layout.packed:
         return (tokens + past_length)[None]
     bounds = layout.cu_seqlens
+    if layout.context is not None:
+        tokens = tokens + layout.context.rank * length
     return (tokens - bounds[torch.searchsorted(bounds, tokens, right=True) - 1])[None]

@@ -21,20 +21,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         size = tokens_per_chunk(weight)
         for start in range(0, hidden.shape[0], size):
             x, label = hidden[start : start + size].to(dtype), labels[start : start + size]
-            logits = (x @ w.T).to(total.dtype)  # [C, V]
-            losses, log_partition = _losses(logits, label)
-            total = total + losses.sum()
+            kept = label != IGNORE_INDEX
+            label = label.where(kept, 0)[:, None]
+            logits = x @ w.T  # [C, V]
+            losses = -torch.log_softmax(logits, -1, dtype=total.dtype).gather(1, label)  # [C, 1]
+            total = total + (losses[:, 0] * kept).sum()
             if not (need_hidden or need_weight):
                 continue
-            # d loss / d logits = softmax - onehot, zero on ignored rows
-            kept = label != IGNORE_INDEX
-            logits = torch.exp(logits - log_partition[:, None])
-            logits = logits.scatter_add(1, label.where(kept, 0)[:, None], -torch.ones_like(losses)[:, None])
-            logits = (logits * kept[:, None]).to(dtype)
+            # d loss / d logits = softmax - onehot; the label's own entry p - 1 is rounded once, from float32
+            slope = torch.softmax(logits, -1).scatter_(1, label, torch.expm1(-losses).to(dtype))
             if need_hidden:
-                grad_hidden[start : start + size] = logits @ w
+                grad_hidden[start : start + size] = (slope @ w) * kept[:, None]
             if need_weight:
-                grad_weight += logits.T @ x
+                grad_weight += slope.T @ (x * kept[:, None])
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         return total

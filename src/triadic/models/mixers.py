@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
+from triadic_kernels.features import conv_features, refusal
 from triadic_kernels.op import chunk_triadic
 from triadic_kernels.recurrent import recurrent_triadic
 
 from .attention import attend
+from .householder import read_last, spread_writes
 from .layers import ShortConvolution, TriadicRMSNorm, at_least_fp32, l2_normalize, rotary_cos_sin, rotate
 
 ACTIVATIONS = {
@@ -37,7 +39,9 @@ class TriadicLinearAttention(nn.Module):
     q, k, v = act(conv(W u)), q', k' = act'(conv(W' u)), all keys and queries L2-normalised;
     log decay g_e = -exp(A_e) softplus(W_a,e u + b_e); beta = sigmoid(W_b u); y = W_o (RMSNorm(o) * gate(u)).
     `in_proj_qkv` holds the rows of q, k, v, q', k' in this order, `in_proj_gates` those of decay, beta and the
-    output gate's low-rank half. q', k', decay and beta are float32 at least; A_log and dt_bias stay float32.
+    output gate's low-rank half; with n = num_householder writes a token, k, v, k' and beta have n rows for each of a
+    head, one after another (see householder.py). q', k', decay and beta are float32 at least; A_log and dt_bias stay
+    float32.
     """
 
     def __init__(self, config, layer_idx):
@@ -46,11 +50,16 @@ class TriadicLinearAttention(nn.Module):
         heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
         slices = config.second_key_dim if config.has_second_projections else 0
         key_size, value_size = heads * config.linear_key_head_dim, value_heads * config.linear_value_head_dim
+        writes = config.num_householder
         num_decays = {"slice": value_heads * config.second_key_dim, "head": value_heads, "none": 0}[config.decay_gate]
         gated = config.output_gate_activation != "none"
         rank = config.output_gate_rank if gated and config.output_gate_rank else 0
-        self.qkv_sizes = [key_size, key_size, value_size, heads * slices, heads * slices]
-        self.gate_sizes = [num_decays, value_heads if config.write_gate else 0, rank]
+        self.qkv_sizes = [key_size, writes * key_size, writes * value_size, heads * slices, writes * heads * slices]
+        self.gate_sizes = [num_decays, writes * value_heads if config.write_gate else 0, rank]
+        self.head_dims = [config.linear_key_head_dim] * 2 + [config.linear_value_head_dim] + [config.second_key_dim] * 2
+        unit = [*self.head_dims[:2], 0, *self.head_dims[3:]] if config.linear_qk_norm else [0] * 5
+        activations = [config.linear_activation] * 3 + [config.second_key_activation] * 2
+        self.parts = [unit, activations, [config.tie_second_key] * 2 + [False, True, True]]  # see conv_features
 
         self.in_proj_qkv = nn.Linear(config.hidden_size, sum(self.qkv_sizes), bias=False)
         if config.linear_conv_kernel_dim:
@@ -77,9 +86,13 @@ class TriadicLinearAttention(nn.Module):
         memory = None if cache is None else cache.layers[self.layer_idx]
         conv_state, state = (None, None) if memory is None else memory.read()
         x = layout.gather(hidden_states)  # [B, T, D]
-        q, k, v, q2, k2, conv_state = self.keys_and_values(x, conv_state, memory is not None, layout.cu_seqlens)
+        q, k, v, q2, k2, conv_state = self.keys_and_values(x, conv_state, memory is not None, layout)
         g, beta, gate = self.gates(x)
-        settings = {"delta_rule": self.config.linear_mixer == "gdn", "cu_seqlens": layout.cu_seqlens}
+        if layout.context is not None:
+            g, beta = self.gates_to_heads(layout.context, g, beta)
+        writes = self.config.num_householder
+        q, k, v, q2, k2, g, beta = spread_writes(writes, q, k, v, q2, k2, g, beta)
+        settings = {"delta_rule": self.config.linear_mixer == "gdn", "cu_seqlens": layout.bounds(writes)}
         if hidden_states.shape[1] == 1 or (memory is not None and hidden_states.shape[1] <= FEW):
             op = recurrent_triadic
             settings["inplace_state"] = state is not None and memory.in_place and not torch.is_grad_enabled()
@@ -99,44 +112,83 @@ class TriadicLinearAttention(nn.Module):
         )  # [B, T, HV, V], [N, HV, E, K, V]
         if memory is not None:
             memory.write(conv_state, state, layout.longest() if layout.packed else hidden_states.shape[1])
+        o = read_last(writes, o)
+        if layout.context is not None:
+            o = _heads(layout.context.to_tokens(o.flatten(2)), self.config.linear_value_head_dim)
         o = self.o_norm(o)
         if gate is not None:
             o = o * ACTIVATIONS[self.config.output_gate_activation](gate).view_as(o)
         return layout.scatter(self.o_proj(o.flatten(2)), like=hidden_states), None
 
-    def keys_and_values(self, x, conv_state, output_state, cu_seqlens):
-        """q, k [B,T,H,K], v [B,T,HV,V], q', k' [B,T,H,E] (None: they are 1) and the next convolution state."""
-        config = self.config
-        x = self.in_proj_qkv(x)
+    def keys_and_values(self, x, conv_state, output_state, layout):
+        """q, k [B,T,H,K], v [B,T,HV,V], q', k' [B,T,H,E] (None: they are 1) and the next convolution state.
+
+        With n writes a token k, v and k' have n times the heads, those of a head one after another. Where the context
+        is spread over ranks: all T tokens, this rank's heads.
+        """
+        config, context = self.config, layout.context
+        x, sizes = self.in_proj_qkv(x), self.qkv_sizes
+        if context is not None:
+            x = torch.cat(context.to_heads(*x.split(sizes, dim=-1)), dim=-1)
+            sizes = [size // context.degree for size in sizes]
         if config.linear_conv_kernel_dim:
-            x, conv_state = self.conv1d(x, conv_state, output_state, cu_seqlens)
-        q, k, v, q2, k2 = x.split(self.qkv_sizes, dim=-1)
+            weight = self.conv1d.weight if context is None else context.mine(self.conv1d.weight, self.qkv_sizes)
+            if conv_state is None and not output_state and self.in_one_pass(x):
+                return *self.features(conv_features(x, weight, sizes, *self.parts, layout.cu_seqlens)), None
+            x, conv_state = self.conv1d(x, conv_state, output_state, layout.cu_seqlens, weight)
+        q, k, v, q2, k2 = x.split(sizes, dim=-1)
         activation, norm = ACTIVATIONS[config.linear_activation], l2_normalize if config.linear_qk_norm else _same
-        q, k = (norm(_heads(at_least_fp32(activation(t)), config.linear_num_key_heads)) for t in (q, k))
+        q, k = (norm(_heads(at_least_fp32(activation(t)), config.linear_key_head_dim)) for t in (q, k))
         if config.tie_second_key:
             q2, k2 = q, k
         elif config.has_second_projections:
             activation = ACTIVATIONS[config.second_key_activation]
-            q2, k2 = (norm(_heads(activation(at_least_fp32(t)), config.linear_num_key_heads)) for t in (q2, k2))
+            q2, k2 = (norm(_heads(activation(at_least_fp32(t)), config.second_key_dim)) for t in (q2, k2))
         else:
             q2 = k2 = None
-        v = _heads(ACTIVATIONS[config.linear_activation](v), config.linear_num_value_heads)
+        v = _heads(ACTIVATIONS[config.linear_activation](v), config.linear_value_head_dim)
         return q.to(v.dtype), k.to(v.dtype), v, q2, k2, conv_state
 
+    def in_one_pass(self, x):
+        """Whether a kernel can make keys, queries and values of `x` in one pass (on a GPU; see features.py)."""
+        return refusal(x.device.type, x.dtype, tuple(self.parts[0])) is None
+
+    def features(self, parts):
+        """The outputs of `conv_features` as `keys_and_values` returns them."""
+        config = self.config
+        q, k, v, q2, k2 = (
+            _heads(x, size) if x.shape[-1] else None for x, size in zip(parts, self.head_dims, strict=True)
+        )
+        if config.tie_second_key:
+            q2, k2 = q, k  # float32, before q and k are rounded
+        return q.to(v.dtype), k.to(v.dtype), v, q2, k2
+
     def gates(self, x):
-        """Log decay [B,T,HV,E] or [B,T,HV], write strength [B,T,HV], output gate's logits; each None if absent."""
+        """Log decay [B,T,HV,E] or [B,T,HV], write strength [B,T,HV], output gate's logits; each None if absent.
+
+        With n writes a token the strength is [B,T,HV,n].
+        """
         config = self.config
         g = beta = None
         if sum(self.gate_sizes):
             decay, write, low_rank = self.in_proj_gates(x).split(self.gate_sizes, dim=-1)
         if self.gate_sizes[0]:
             g = -at_least_fp32(self.A_log).exp() * F.softplus(at_least_fp32(decay) + self.dt_bias)
-            g = _heads(g, config.linear_num_value_heads) if config.decay_gate == "slice" else g
+            g = _heads(g, config.second_key_dim) if config.decay_gate == "slice" else g
         if self.gate_sizes[1]:
             beta = torch.sigmoid(at_least_fp32(write)) * (2.0 if config.allow_neg_eigval else 1.0)
+            beta = beta if config.num_householder == 1 else _heads(beta, config.num_householder)
         if config.output_gate_activation == "none":
             return g, beta, None
         return g, beta, self.g_proj(low_rank if self.gate_sizes[2] else x)
+
+    @staticmethod
+    def gates_to_heads(context, g, beta):
+        """Decay and write strength of all heads of this rank's tokens -> of this rank's heads of all tokens."""
+        given = [x for x in (g, beta) if x is not None]
+        shapes = iter(context.to_heads(*(x.flatten(2) for x in given)) if given else ())
+        heads = [None if x is None else next(shapes).unflatten(-1, (-1, *x.shape[3:])) for x in (g, beta)]
+        return heads
 
     @staticmethod
     def state_entries(config, context_length):
@@ -147,7 +199,7 @@ class TriadicLinearAttention(nn.Module):
     def forward_flops(config, context_length):
         """Products with the state: K S (delta rule only), Q S and K^T U, 2 E K V each; work inside chunks is extra."""
         products = 3 if config.linear_mixer == "gdn" else 2
-        return products * 2 * TriadicLinearAttention.state_entries(config, context_length)
+        return config.num_householder * products * 2 * TriadicLinearAttention.state_entries(config, context_length)
 
 
 class TriadicAttention(nn.Module):
@@ -181,11 +233,20 @@ class TriadicAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if position_embeddings is not None:
             q, k = rotate(q, *position_embeddings), rotate(k, *position_embeddings)
+        if layout.context is not None:
+            q, k, v = self.to_heads(layout.context, q.to(v.dtype), k.to(v.dtype), v)
         q, k, v = (x.transpose(1, 2) for x in (q.to(v.dtype), k.to(v.dtype), v))  # [B, H, T, D]
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         o, weights = attend(self, q, k, v, attention_mask, layout)  # [B, T, H, D]
-        return self.o_proj(o.flatten(2)).view_as(hidden_states), weights
+        o = o.flatten(2) if layout.context is None else layout.context.to_tokens(o.flatten(2))
+        return self.o_proj(o).view_as(hidden_states), weights
+
+    def to_heads(self, context, q, k, v):
+        """All heads of this rank's tokens -> this rank's heads of all tokens; too few key/value heads are repeated."""
+        copies = max(context.degree // self.config.num_key_value_heads, 1)
+        k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
+        return (x.unflatten(-1, (-1, self.head_dim)) for x in context.to_heads(*(x.flatten(2) for x in (q, k, v))))
 
     @staticmethod
     def state_entries(config, context_length):
@@ -197,8 +258,8 @@ class TriadicAttention(nn.Module):
         return 2 * context_length * config.num_attention_heads * config.head_dim
 
 
-def _heads(x, heads):
-    return x.unflatten(-1, (heads, -1))
+def _heads(x, size):
+    return x.unflatten(-1, (-1, size))
 
 
 def _same(x):

@@ -68,6 +68,7 @@ class TriadicModel(TriadicPreTrainedModel):
         self.layers = nn.ModuleList([TriadicDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = TriadicRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
+        self.context = None  # the ranks that a window is spread over, see context.py
         self.post_init()
 
     @capture_outputs
@@ -96,7 +97,9 @@ class TriadicModel(TriadicPreTrainedModel):
         padding = attention_mask["full_attention"] if isinstance(attention_mask, dict) else attention_mask
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 2:
             self._refuse_mask(attention_mask.ndim)
-        layout = find_layout(batch, length, padding, position_ids, cu_seq_lens_q, max_length_q, past_length)
+        layout = find_layout(
+            batch, length, padding, position_ids, cu_seq_lens_q, max_length_q, past_length, self.context
+        )
         cache = self._choose_cache(cache, use_cache, layout, batch)
 
         if layout.packed and batch > 1:
@@ -117,6 +120,8 @@ class TriadicModel(TriadicPreTrainedModel):
 
     def _choose_cache(self, cache, use_cache, layout, batch):
         replays = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if self.context is not None and (cache is not None or use_cache):
+            raise ValueError("a context spread over ranks fills no cache: generate on one device.")
         if layout.packed and (cache is not None or use_cache):
             if "full_attention" in self.config.layer_types:
                 raise ValueError("packed documents cannot fill the cache of softmax layers: pass one document per row.")
@@ -224,7 +229,10 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
         if logits is not None:
             counted = {"shift_labels": targets.contiguous(), "num_items_in_batch": num_items_in_batch}
             return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **counted)
-        count = (targets != IGNORE_INDEX).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        count = num_items_in_batch
+        if count is None:
+            scored = (targets != IGNORE_INDEX).sum()
+            count = (scored if self.model.context is None else self.model.context.total(scored)).clamp(min=1)
         return self.lm_head(hidden_states, targets) / count
 
     @torch.no_grad()
@@ -266,6 +274,16 @@ class TriadicForCausalLM(TriadicPreTrainedModel, GenerationMixin):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if model_kwargs.get(CACHE_NAME) is not None:
             adopt(model_kwargs[CACHE_NAME], self.config)
+
+
+def compile_layers(model, **options):
+    """Compile each layer of a decoder for itself (`torch.compile`'s options), in place.
+
+    Layers of one kind share their code, so a model of any depth compiles as fast as one or two layers, and gradients
+    come layer by layer, which lets data parallelism send them while the backward still runs.
+    """
+    for layer in model.base_model.layers:
+        layer.compile(**options)
 
 
 __all__ = ["TriadicConfig", "TriadicForCausalLM", "TriadicModel", "TriadicPreTrainedModel"]

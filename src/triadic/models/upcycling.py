@@ -15,9 +15,9 @@ import dataclasses
 from typing import Literal
 
 import torch
+from transformers import PreTrainedModel
 
 from .mixers import ACTIVATIONS, TriadicLinearAttention
-from .modeling_triadic import TriadicForCausalLM
 
 Start = Literal["normal", "exact"]
 STARTS = ("normal", "exact")
@@ -35,10 +35,8 @@ class Widening:
 
 
 @torch.no_grad()
-def upcycle(
-    model: TriadicForCausalLM, second_key_dim: int, *, start: Start = "normal", seed: int = 0
-) -> TriadicForCausalLM:
-    """A new model with `second_key_dim` slices that begins as `model` (left unchanged); same dtype, on the CPU.
+def upcycle(model: PreTrainedModel, second_key_dim: int, *, start: Start = "normal", seed: int = 0) -> PreTrainedModel:
+    """A new model with `second_key_dim` slices that begins as `model` (left unchanged): same class, dtype; on the CPU.
 
     Args:
         second_key_dim: a multiple of the model's, larger than it.
@@ -49,27 +47,24 @@ def upcycle(
         ValueError: an E that is no larger multiple, a model without linear-attention layers, with tied second keys or
             without L2 norm, or, for the exact start from E = 1, an activation that is not positive at zero.
     """
-    for message in _obstacles(model.config, second_key_dim, start):
+    mixers = {name: module for name, module in model.named_modules() if isinstance(module, TriadicLinearAttention)}
+    settings = next((mixer.config for mixer in mixers.values()), model.config)  # the model's own, or those in place
+    for message in _obstacles(settings, second_key_dim, start):
         raise ValueError(message)
     config = copy.deepcopy(model.config)
     config.second_key_dim = second_key_dim
     plan = Widening(
-        copies=second_key_dim // model.config.second_key_dim,
-        gates=config.decay_gate == "slice",
-        second=model.config.has_second_projections,
+        copies=second_key_dim // settings.second_key_dim,
+        gates=settings.decay_gate == "slice",
+        second=settings.has_second_projections,
         start=start,
-        noise=config.initializer_range,
+        noise=settings.initializer_range,
     )
-    rules = {
-        f"{name}.{parameter}": (mixer, rule)
-        for name, mixer in model.named_modules()
-        if isinstance(mixer, TriadicLinearAttention)
-        for parameter, rule in RULES.items()
-    }
+    rules = {f"{name}.{row}": (mixer, rule) for name, mixer in mixers.items() for row, rule in RULES.items()}
     old = model.state_dict()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        wide = TriadicForCausalLM(config)  # its fresh weights stay where nothing replaces them
+        wide = type(model)(config)  # its fresh weights stay where nothing replaces them
         for name, parameter in wide.named_parameters():
             parameter.data = parameter.data.to(old[name].dtype)
         for name, new in wide.state_dict().items():  # shares memory with the parameters

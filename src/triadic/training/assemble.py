@@ -1,8 +1,10 @@
 """What a run is made of, from its settings. A misfit is a ValueError, raised before anything is written."""
 
+import copy
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,9 +21,12 @@ from transformers import (
 
 from triadic.data import Windows, check_tokenizer, collate, open_store, step_indices, tokenizer_hash
 from triadic.models import TriadicConfig, loading
+from triadic.models.context import Context, check_context, spread_context
 from triadic.models.loading import load_weights, one_line
-from triadic.training import checkpoint, optim, parallel, run_folder
-from triadic.training.config import TrainConfig
+from triadic.models.modeling_triadic import compile_layers
+from triadic.models.upcycling import upcycle
+from triadic.training import background, checkpoint, engines, optim, parallel, run_folder
+from triadic.training.config import ModelSettings, TrainConfig
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -40,12 +45,20 @@ class Run:
     accumulation: int  # micro-batches of one step
     progress: checkpoint.Progress
     claim: run_folder.Claim
+    writer: background.Writer  # of checkpoints
     notes: list[str]  # what to say before the first step
+    context: Context | None = None  # the ranks that share this one's windows
 
     @property
     def bare(self) -> PreTrainedModel:
         """The model without accelerate's wrappers."""
         return self.accelerator.unwrap_model(self.model)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(i, n): this rank reads the i-th of n equal shares of the windows; ranks that share a window are one."""
+        degree = self.config.parallel.context
+        return self.accelerator.process_index // degree, self.accelerator.num_processes // degree
 
     @property
     def folder(self) -> Path:
@@ -64,6 +77,7 @@ def assemble(config: TrainConfig) -> Run:
     accelerator = parallel.start(config)
     accumulation = config.accumulation(accelerator.num_processes)
     model_config = load_model_config(config)
+    check_context(model_config, config.parallel.context)
     tokenizer = load_tokenizer(config, model_config)
     windows, validation = open_windows(config, tokenizer, model_config)
 
@@ -72,21 +86,38 @@ def assemble(config: TrainConfig) -> Run:
     run_folder.check(claim.folder, ours)
     found, damaged = parallel.on_main(accelerator, checkpoint.find, claim.folder / "checkpoints")
     model = build_model(config, model_config, fresh=found is None)
+    if found:
+        checkpoint.load_weights(found, model)
     optimizer = optim.build_optimizer(model, config.optimizer)
 
     parallel.on_main(accelerator, claim.take, config, ours)
     parallel.on_main(accelerator, checkpoint.tidy, claim.folder / "checkpoints", damaged)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    context = parallel.share_windows(accelerator, config.parallel.context)
+    if context is not None:
+        spread_context(model, context)
+    model, optimizer = engines.prepare(accelerator, model, optimizer, config.run.precision)
     progress = checkpoint.restore(found, accelerator, model, optimizer) if found else checkpoint.Progress()
     notes = [f"checkpoint {path} is damaged ({wrong}) and set aside" for path, wrong in damaged.items()]
     notes += opening(config, accelerator, accumulation, windows, model_config, found)
     return Run(
-        config, accelerator, tokenizer, windows, validation, model, optimizer, accumulation, progress, claim, notes
+        config=config,
+        accelerator=accelerator,
+        tokenizer=tokenizer,
+        windows=windows,
+        validation=validation,
+        model=model,
+        optimizer=optimizer,
+        accumulation=accumulation,
+        progress=progress,
+        claim=claim,
+        writer=background.Writer(accelerator),
+        notes=notes,
+        context=context,
     )
 
 
 def load_model_config(config: TrainConfig) -> PreTrainedConfig:
-    """The architecture: a Hugging Face JSON, with the RoPE base and the context length of this run."""
+    """The architecture: a Hugging Face JSON, with the slices, RoPE base and context length of this run."""
     source, rope_theta = config.model.config, config.model.rope_theta
     if not Path(source).exists():
         raise ValueError(f"model.config {source} does not exist; name a file of configs/model/ or a model folder")
@@ -99,6 +130,10 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
             f"model.config {source} is a {model_config.model_type} model, only {TriadicConfig.model_type} models are "
             "trained here; name a file of configs/model/ or a folder of such a model"
         )
+    if config.model.second_key_dim is not None:
+        if config.model.init_from is None:
+            raise ValueError("model.second_key_dim grows the state of model.init_from, which is not set; set that too")
+        model_config.second_key_dim = config.model.second_key_dim
     if rope_theta is not None:
         if not model_config.rope_parameters or "full_attention" not in model_config.layer_types:
             raise ValueError(f"model.rope_theta is set but {source} has no layer with rotary positions; remove it")
@@ -149,7 +184,7 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig, fresh: bool
     torch.manual_seed(config.run.seed)
     chosen = {"attn_implementation": options.attn_implementation} if options.attn_implementation else {}
     if fresh and options.init_from:
-        model = _from_weights(options.init_from, model_config, chosen)
+        model = _from_weights(options, config.run.seed, model_config, chosen)
     else:
         try:
             model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, **chosen)
@@ -162,14 +197,19 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig, fresh: bool
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     if options.torch_compile:
-        model.compile()
+        compile_layers(model)
     return model.train()
 
 
-def _from_weights(source: str, model_config: PreTrainedConfig, chosen: dict) -> PreTrainedModel:
+def _from_weights(options: ModelSettings, seed: int, model_config: PreTrainedConfig, chosen: dict) -> PreTrainedModel:
+    """model.init_from in the architecture of this run; with model.second_key_dim its state is enlarged to that."""
+    grow, own = options.second_key_dim is not None, copy.deepcopy(model_config)
     try:
-        return load_weights(AutoModelForCausalLM, source, config=model_config, dtype=torch.float32, **chosen)
-    except ValueError as error:
+        if grow:
+            own.second_key_dim = AutoConfig.from_pretrained(options.init_from).second_key_dim
+        model = load_weights(AutoModelForCausalLM, options.init_from, config=own, dtype=torch.float32, **chosen)
+        return upcycle(model, model_config.second_key_dim, seed=seed) if grow else model
+    except (ValueError, OSError) as error:
         raise ValueError(f"model.init_from: {error}") from error
 
 
@@ -179,7 +219,7 @@ class StepBatches:
     def __init__(self, run: Run):
         self.steps = range(run.progress.step, run.config.run.steps)
         self.windows_per_step, self.micro_batch = run.config.windows_per_step, run.config.batch.micro_batch_windows
-        self.rank, self.ranks = run.accelerator.process_index, run.accelerator.num_processes
+        self.rank, self.ranks = run.place
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in self.steps:
@@ -195,7 +235,7 @@ def micro_batches(run: Run) -> Iterator[dict]:
     loader = DataLoader(
         run.windows,
         batch_sampler=StepBatches(run),
-        collate_fn=collate,
+        collate_fn=collate_for(run),
         num_workers=workers,
         prefetch_factor=run.config.data.prefetch_batches if workers else None,
         worker_init_fn=_outlive_first_signal,
@@ -216,6 +256,13 @@ def micro_batches(run: Run) -> Iterator[dict]:
             reader._shutdown_workers()  # now: a traceback can hold the reader long after
 
 
+def collate_for(run: Run) -> Callable[[Sequence[dict]], dict]:
+    """`collate`, or where ranks share windows, this rank's part of its batches."""
+    if run.context is None:
+        return collate
+    return partial(collate, part=run.context.rank, parts=run.context.degree)
+
+
 def _outlive_first_signal(_worker: int) -> None:
     """A worker ignores the first SIGTERM, and Ctrl-C: they reach the whole process group, and the trainer needs its
     batches until it has saved."""
@@ -227,9 +274,11 @@ def opening(config, accelerator, accumulation, windows, model_config, found) -> 
     """What a run says before its first step."""
     epochs = config.run.steps * config.windows_per_step / len(windows)
     notes = [
-        f"{config.model.config}, {config.run.precision}, {accelerator.num_processes} x {accelerator.device.type}: "
+        f"{config.model.config}, {config.run.precision}, {engines.name_of(accelerator)}, "
+        f"{accelerator.num_processes} x {accelerator.device.type}: "
         f"{config.run.steps} steps of {config.windows_per_step} windows x {config.data.seq_len} tokens = "
-        f"{accelerator.num_processes} processes x {accumulation} micro-batches x {config.batch.micro_batch_windows}",
+        f"{accelerator.num_processes} processes x {accumulation} micro-batches x {config.batch.micro_batch_windows}"
+        + (f" / {config.parallel.context} that share each window" if config.parallel.context > 1 else ""),
         f"{config.run.steps * config.batch.global_batch_tokens:,} tokens are {epochs:.2f} epochs of {config.data.train}"
         + (", each epoch in an order of its own" if epochs > 1 else ""),
     ]

@@ -23,10 +23,12 @@ import accelerate
 import torch
 import transformers
 from accelerate import Accelerator
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from triadic.training import engines
 from triadic.training.config import TrainConfig
 from triadic.training.run_folder import settings_text, write_atomically
 
@@ -50,23 +52,31 @@ class Snapshot:
 
 
 def take(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> Snapshot:
-    """Collect the state of a run from all ranks (every rank must call)."""
-    bare = accelerator.unwrap_model(model)
+    """Collect the state of a run from all ranks (every rank must call).
+
+    Under every engine the same tensors by the same names: whole float32 weights and moments. They are gathered one
+    parameter at a time, so that no GPU holds more than one of them beside its own part.
+    """
+    engine, bare = engines.of(accelerator), accelerator.unwrap_model(model)
     rng = {"cpu": torch.get_rng_state()}
     if accelerator.device.type == "cuda":
         rng["cuda"] = torch.cuda.get_rng_state(accelerator.device)
     gathered = {name: accelerator.gather(state[None].to(accelerator.device)).cpu() for name, state in rng.items()}
+    weights, moments = {}, {}
+    for name, parameter in bare.named_parameters():
+        whole = {name: engine.weight(parameter)}
+        parts = {f"{name}.{key}": value for key, value in engine.moments(optimizer, parameter).items()}
+        if accelerator.is_main_process:
+            weights |= {key: _copy(value) for key, value in whole.items()}
+            moments |= {key: _copy(value) for key, value in parts.items()}
     if not accelerator.is_main_process:
         return Snapshot({}, {}, gathered, {})
-    moments = {}
-    for name, parameter in bare.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            moments[f"{name}.{key}"] = value.detach().cpu().contiguous()
-    weights = {name: value.detach().cpu().contiguous() for name, value in bare.state_dict().items()}
+    engines.check_float32([*weights.items(), *moments.items()], "in the checkpoint")
     trainer = {
         "step": progress.step,
         "skipped_steps": progress.skipped_steps,
         "world_size": accelerator.num_processes,
+        "engine": engines.name_of(accelerator),
         "versions": {module.__name__: module.__version__ for module in (torch, transformers, accelerate)},
     }
     return Snapshot(weights, moments, gathered, trainer)
@@ -177,24 +187,33 @@ def tidy(checkpoints: Path, damaged: dict[Path, str]) -> None:
         shutil.rmtree(leftover)
 
 
-def restore(checkpoint: Path, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Load a checkpoint into the prepared model and optimizer of this rank and return where the run stands.
+def load_weights(checkpoint: Path, model: PreTrainedModel) -> None:
+    """Fill `model`, float32 on the CPU and not yet prepared, from a checkpoint of any engine.
 
-    Raises ValueError if its weights or moments do not fit the model.
+    Raises ValueError if the weights do not fit the model.
     """
-    bare = accelerator.unwrap_model(model)
     weights = load_file(checkpoint / "hf" / "model.safetensors")
-    missing, unexpected = bare.load_state_dict(weights, strict=False)
-    missing = sorted(set(missing) - set(getattr(bare, "all_tied_weights_keys", None) or {}))
+    engines.check_float32(weights.items(), f"in {checkpoint}")
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    missing = sorted(set(missing) - set(getattr(model, "all_tied_weights_keys", None) or {}))
     if missing or unexpected:
         raise ValueError(f"{checkpoint} does not fit the model: missing {missing}, unexpected {sorted(unexpected)}")
-    moments = load_file(checkpoint / "state" / "optimizer.safetensors")
-    inner = getattr(optimizer, "optimizer", optimizer)
-    for name, parameter in bare.named_parameters():
-        state = {
-            key: moments[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in moments
-        }
-        inner.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
+
+
+def restore(checkpoint: Path, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    """Give the prepared optimizer its moments, and this rank its generators; return where the run stands.
+
+    The weights are the model's since `load_weights`. The engine and the number of ranks need not be those that saved.
+    """
+    named = list(accelerator.unwrap_model(model).named_parameters())
+    with safe_open(checkpoint / "state" / "optimizer.safetensors", "pt") as file:  # read where needed, not as a whole
+        saved = set(file.keys())
+
+        def read(name: str) -> engines.Moments:
+            keys = [key for key in ("step", *engines.MOMENTS) if f"{name}.{key}" in saved]
+            return {key: file.get_tensor(f"{name}.{key}") for key in keys}
+
+        engines.of(accelerator).load_moments(optimizer, named, read)
     _restore_rng(load_file(checkpoint / "state" / "rng.safetensors"), accelerator)
     trainer = json.loads((checkpoint / "state" / "trainer.json").read_text())
     return Progress(trainer["step"], trainer["skipped_steps"])
@@ -208,6 +227,11 @@ def prune(checkpoints: Path, keep_last: int, milestones: list[int]) -> None:
             doomed = checkpoints / f".removing-{folder.name}"
             os.replace(folder, doomed)  # first out of sight, so that a half-removed checkpoint is never seen
             shutil.rmtree(doomed)
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    """On the CPU, and never the memory that training goes on to change."""
+    return value.detach().to("cpu", copy=True).contiguous()
 
 
 def _restore_rng(rng: dict[str, torch.Tensor], accelerator: Accelerator) -> None:

@@ -11,10 +11,11 @@ class ModelSettings:
     config: str  # Hugging Face JSON (configs/model/*.json) or a folder with a config.json
     tokenizer: str | None = None  # tokenizer folder; null: the folder tokenizer/ beside data.train
     init_from: str | None = None  # Hugging Face folder or hub id: start from its weights, with a new optimizer
+    second_key_dim: int | None = None  # grow the state of init_from to this E, a multiple of its own (models.upcycling)
     rope_theta: float | None = None  # another RoPE base than the config's, for training at a longer context
     attn_implementation: str | None = None  # of softmax layers: null (sdpa), eager, flex_attention, flash_attention_2
     gradient_checkpointing: bool = False  # recompute each block in the backward
-    torch_compile: bool = False
+    torch_compile: bool = False  # each layer, around the ops' kernels
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,10 @@ class RunSettings:
 class ParallelSettings:
     """What the launcher must have started; null asserts nothing. Launch files: configs/accelerate/."""
 
+    context: int = 1  # processes that share each window, a part of its tokens on each; it divides the models' heads
     processes: int | None = None
-    engine: Literal["single", "ddp"] | None = None
+    engine: Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"] | None = None
+    stall_seconds: int = 1800  # without a step on some rank, after which the run ends and names the rank
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,11 @@ class TrainConfig:
                 f"batch.global_batch_tokens ({self.batch.global_batch_tokens}) must be a multiple of data.seq_len "
                 f"({self.data.seq_len}); the nearest is {near}"
             )
+        if self.data.seq_len % self.parallel.context:
+            raise ValueError(
+                f"data.seq_len ({self.data.seq_len}) must be a multiple of parallel.context ({self.parallel.context}), "
+                "the processes that share a window"
+            )
 
     @property
     def windows_per_step(self) -> int:
@@ -123,13 +131,19 @@ class TrainConfig:
 
     def accumulation(self, world_size: int) -> int:
         """Micro-batches that each of `world_size` ranks runs in one step. Raises ValueError if they do not divide."""
-        per_pass = self.batch.micro_batch_windows * world_size
+        context = self.parallel.context
+        if world_size % context:
+            raise ValueError(
+                f"parallel.context ({context}) must divide the {world_size} processes; change it, or launch a multiple"
+            )
+        per_pass = self.batch.micro_batch_windows * world_size // context
         if self.windows_per_step % per_pass:
             raise ValueError(
                 f"a step of {self.windows_per_step} windows (batch.global_batch_tokens "
                 f"{self.batch.global_batch_tokens} / data.seq_len {self.data.seq_len}) cannot be split over "
-                f"{world_size} processes x batch.micro_batch_windows {self.batch.micro_batch_windows}; make the "
-                f"product divide {self.windows_per_step}"
+                f"{world_size} processes x batch.micro_batch_windows {self.batch.micro_batch_windows}"
+                + (f" / parallel.context {context}" if context > 1 else "")
+                + f"; make the product divide {self.windows_per_step}"
             )
         return self.windows_per_step // per_pass
 
@@ -143,6 +157,7 @@ _POSITIVE = (
     "optimizer.eps",
     "optimizer.clip_norm",
     "schedule.decay_steps",
+    "model.second_key_dim",
     "model.rope_theta",
     "run.steps",
     "run.log_every",
@@ -151,7 +166,9 @@ _POSITIVE = (
     "run.save_every",
     "run.keep_last",
     "run.peak_tflops",
+    "parallel.context",
     "parallel.processes",
+    "parallel.stall_seconds",
 )
 _NOT_NEGATIVE = (
     "data.num_workers",

@@ -9,9 +9,10 @@ from itertools import islice
 import torch
 from accelerate.utils import gather_object
 
-from triadic.data import collate, step_indices
-from triadic.training import checkpoint, metrics, optim, parallel
-from triadic.training.assemble import Run, assemble, micro_batches
+from triadic.data import step_indices
+from triadic.training import background, checkpoint, engines, metrics, optim, parallel
+from triadic.training.assemble import Run, assemble, collate_for, micro_batches
+from triadic.training.compiled import check_gradients
 from triadic.training.config import TrainConfig
 
 IGNORED = -100  # the label of a position that is not scored
@@ -40,9 +41,10 @@ def train(config: TrainConfig) -> Outcome:
         with (
             parallel.StopSignals() as signals,
             metrics.Reporter(run.accelerator, config, run.progress.step) as report,
+            background.Watch(run.accelerator, config.parallel.stall_seconds) as watch,
             closing(micro_batches(run)) as batches,  # ends the reader processes whatever happens
         ):
-            return _train(run, batches, report, signals)
+            return _train(run, batches, report, watch, signals)
     except RuntimeError as error:  # torch raises it in the middle of whatever the trainer is doing
         if "DataLoader worker" not in str(error):
             raise
@@ -51,29 +53,47 @@ def train(config: TrainConfig) -> Outcome:
             "data.prefetch_batches; checkpoints are untouched and the same command resumes from the newest"
         ) from error
     finally:
+        run.writer.close()
         run.claim.release()
 
 
-def _train(run: Run, batches: Iterator[dict], report: metrics.Reporter, signals: parallel.StopSignals) -> Outcome:
+def _train(
+    run: Run,
+    batches: Iterator[dict],
+    report: metrics.Reporter,
+    watch: background.Watch,
+    signals: parallel.StopSignals,
+) -> Outcome:
     options, progress = run.config.run, run.progress
-    meter = metrics.Meter(run.accelerator, run.config, run.bare.config)
+    meter, spikes = metrics.Meter(run.accelerator, run.config, run.bare.config), metrics.Spikes()
     for message in (*run.notes, meter.note):
         report.say(message)
-    stopping = False
+    stopping, unchecked = False, run.config.model.torch_compile
     while progress.step < options.steps and not stopping:
         lr = optim.learning_rate(progress.step, run.config)
         optim.set_learning_rate(run.optimizer, lr)
-        losses, grad_norm = train_step(run, list(islice(batches, run.accumulation)))
-        loss, stops = parallel.total(run.accelerator, losses.sum(), signals.received is not None).tolist()
+        watch.at(progress.step, "reading data")
+        step_batches = list(islice(batches, run.accumulation))
+        watch.at(progress.step, "computing")
+        if unchecked:
+            report.say(check_gradients(run, to_device(step_batches[0], run.accelerator.device)))
+            unchecked = False
+        losses, grad_norm = train_step(run, step_batches)
+        flags = (signals.received is not None, run.writer.failed)
+        loss, stops, failures = parallel.total(run.accelerator, losses.sum(), *flags).tolist()
         loss, grad_norm, stopping = loss / run.accelerator.num_processes, grad_norm.item(), stops > 0
+        if failures:
+            run.writer.wait()  # raises on every rank
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if finite:
             run.optimizer.step()
+            report_spike(run, report, spikes.look(loss))
         else:
             skip_or_raise(run, report, losses, loss, grad_norm)
         run.optimizer.zero_grad()
         progress.step += 1
         report.advance()
+        report.saved(run.writer.finished())
         meter.step()
 
         step, finished = progress.step, progress.step == options.steps
@@ -81,14 +101,18 @@ def _train(run: Run, batches: Iterator[dict], report: metrics.Reporter, signals:
             report.record(training_row(run, loss, lr, grad_norm) | meter.lap(options.steps - step))
         with meter.paused():
             if step % options.validate_every == 0 or finished:
+                watch.at(step - 1, "validating")
                 report.record(validate(run))
             if step % options.save_every == 0 or step in options.milestones or finished or stopping:
+                watch.at(step - 1, "saving")
                 save(run, report)
+    report.saved(run.writer.wait())
     return finish(run, report, signals)
 
 
 def train_step(run: Run, batches: list[dict]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forward and backward of this rank's micro-batches of one step; leaves clipped gradients in the model.
+    """Forward and backward of this rank's micro-batches of one step; leaves clipped gradients in the model (ZeRO has
+    taken its step with them, if they are finite).
 
     Every scored token of the step weighs the same, whichever micro-batch and rank it falls to: a micro-batch's loss is
     its sum of token losses / (scored tokens of the step over all ranks / ranks), and the mean over ranks that gradients
@@ -97,18 +121,16 @@ def train_step(run: Run, batches: list[dict]) -> tuple[torch.Tensor, torch.Tenso
     Returns the micro-batches' losses [accumulation], whose sum is the step's loss after a mean over ranks, and the
     gradient norm before clipping.
     """
-    accelerator = run.accelerator
+    accelerator, engine = run.accelerator, engines.of(run.accelerator)
     scored = sum(int((batch["shift_labels"] != IGNORED).sum()) for batch in batches)
     share = (parallel.total(accelerator, scored)[0] / accelerator.num_processes).float()
     losses = []
     for i, batch in enumerate(batches):
-        with parallel.synchronised(accelerator, run.model, last=i == len(batches) - 1):
+        with engine.micro_batch(accelerator, run.model, i == len(batches) - 1):
             loss = run.model(**to_device(batch, accelerator.device), num_items_in_batch=share, use_cache=False).loss
-            accelerator.backward(loss)
+            engine.backward(accelerator, run.model, loss)
         losses.append(loss.detach())
-    limit = run.config.optimizer.clip_norm
-    grad_norm = accelerator.clip_grad_norm_(run.model.parameters(), math.inf if limit is None else limit)
-    return torch.stack(losses), grad_norm
+    return torch.stack(losses), engine.clip(accelerator, run.model, run.config.optimizer.clip_norm)
 
 
 @torch.no_grad()
@@ -116,14 +138,19 @@ def validate(run: Run) -> dict:
     """Mean loss per scored token over the first run.validation_windows validation windows of a fixed order."""
     accelerator, size = run.accelerator, run.config.batch.micro_batch_windows
     count = min(run.config.run.validation_windows, len(run.validation))
-    mine = range(accelerator.process_index, count, accelerator.num_processes)
+    place, places = run.place
+    mine, pack = range(place, count, places), collate_for(run)
     nats, scored = 0.0, 0
     run.model.eval()
-    for first in range(0, len(mine), size):
-        batch = collate([run.validation[position] for position in mine[first : first + size]])
-        scored += int((batch["shift_labels"] != IGNORED).sum())
-        with accelerator.autocast():
-            nats += run.bare.token_losses(**to_device(batch, accelerator.device)).cpu().double().sum()
+    for first in range(0, math.ceil(count / places), size):
+        positions = mine[first : first + size]
+        # a rank without windows left runs the model too: the others may need its part of the weights
+        batch = pack([run.validation[position] for position in positions or [0]])
+        with engines.autocast(accelerator, run.config.run.precision):
+            losses = run.bare.token_losses(**to_device(batch, accelerator.device))
+        if positions:
+            scored += int((batch["shift_labels"] != IGNORED).sum())
+            nats += losses.cpu().double().sum()
     run.model.train()
     nats, scored = parallel.total(accelerator, nats, scored).tolist()
     return position_row(run) | {"val_loss": nats / scored, "val_tokens": int(scored)}
@@ -145,7 +172,9 @@ def training_row(run: Run, loss: float, lr: float, grad_norm: float) -> dict:
 
 
 def save(run: Run, report: metrics.Reporter) -> None:
-    """Write a checkpoint of this moment, then remove the ones that are no longer kept, then redraw the plot."""
+    """Copy this moment to the memory of rank 0, which writes it as a checkpoint while training goes on, and then
+    removes the ones that are no longer kept. Waits for the checkpoint before, if that is still being written."""
+    report.saved(run.writer.wait())
     snapshot = checkpoint.take(run.accelerator, run.model, run.optimizer, run.progress)
 
     def write() -> str:
@@ -153,7 +182,7 @@ def save(run: Run, report: metrics.Reporter) -> None:
         checkpoint.prune(run.checkpoints, run.config.run.keep_last, run.config.run.milestones)
         return str(path)
 
-    report.say(f"saved {parallel.on_main(run.accelerator, write)}")
+    run.writer.start(write)
     report.plot()
 
 
@@ -175,8 +204,7 @@ def skip_or_raise(run: Run, report: metrics.Reporter, losses: torch.Tensor, loss
     Names the micro-batches whose own loss is not finite, or all of the step's if only the gradients are not.
     """
     step, options = run.progress.step, run.config.run
-    rank, ranks = run.accelerator.process_index, run.accelerator.num_processes
-    mine = step_indices(step, run.config.windows_per_step, rank, ranks, run.config.batch.micro_batch_windows)
+    mine = step_indices(step, run.config.windows_per_step, *run.place, run.config.batch.micro_batch_windows)
     bad = [batch for batch, value in zip(mine, losses.tolist(), strict=True) if not math.isfinite(value)]
     culprits = gather_object(bad) or gather_object(mine)
     what = f"loss {loss}, gradient norm {grad_norm}, {identify(run, culprits)}"
@@ -191,9 +219,16 @@ def skip_or_raise(run: Run, report: metrics.Reporter, losses: torch.Tensor, loss
     )
 
 
+def report_spike(run: Run, report: metrics.Reporter, what: str) -> None:
+    """Say which windows and documents a step had whose loss stands out."""
+    if what and run.accelerator.is_main_process:
+        per_step, step = run.config.windows_per_step, run.progress.step
+        report.say(f"step {step + 1}: {what}, {identify(run, [list(range(step * per_step, (step + 1) * per_step))])}")
+
+
 def identify(run: Run, micro_batches: list[list[int]]) -> str:
     """Which windows of the stream, and which documents of the store they were cut from."""
-    positions = sorted(position for batch in micro_batches for position in batch)
+    positions = sorted({position for batch in micro_batches for position in batch})
     offsets = run.windows.store.offsets()  # [documents + 1]
     length = run.config.data.seq_len + 1
     named = []

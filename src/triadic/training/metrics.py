@@ -2,8 +2,10 @@
 
 import json
 import resource
+import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -97,6 +99,28 @@ class Meter:
         }
 
 
+class Spikes:
+    """Finds losses far above those before: more than `deviations` standard deviations over the mean of the last
+    `window` steps. The training goes on; a report tells where to look."""
+
+    def __init__(self, window: int = 100, deviations: float = 6.0):
+        self.deviations, self._losses = deviations, deque(maxlen=window)
+
+    def look(self, loss: float) -> str:
+        """What is remarkable about the next step's loss, or an empty text."""
+        before, found = list(self._losses), ""
+        if len(before) >= self._losses.maxlen // 5:
+            mean = statistics.fmean(before)
+            spread = max(statistics.pstdev(before), 0.01 * abs(mean))  # a flat curve makes no spike of every wobble
+            if loss - mean > self.deviations * spread:
+                found = (
+                    f"loss {loss:.4f} lies {(loss - mean) / spread:.1f} standard deviations above the mean "
+                    f"{mean:.4f} of the {len(before)} steps before"
+                )
+        self._losses.append(loss)
+        return found
+
+
 class Reporter:
     """Writes on rank 0 and is silent elsewhere. A tracker that fails is dropped with a message, the run goes on."""
 
@@ -130,6 +154,10 @@ class Reporter:
         if self.main and message:
             self.bar.write(message)
             sys.stdout.flush()
+
+    def saved(self, path: str | None) -> None:
+        """Say that a checkpoint is complete."""
+        self.say(f"saved {path}" if path else "")
 
     def advance(self) -> None:
         self.bar.update()

@@ -1,0 +1,57 @@
+"""conv_features in Triton's interpreter against the definition in float64; what it refuses."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from triadic_kernels import conv_features
+
+PROGRAM = Path(__file__).with_name("features_cases.py")
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_equals_the_definition(dtype, tolerance):
+    env = dict(os.environ, TRITON_INTERPRET="1")
+    done = subprocess.run([sys.executable, PROGRAM, "--dtypes", dtype], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert rows
+    for row in rows:
+        assert max(row["errors"].values()) < tolerance[getattr(torch, dtype)], row
+        assert row["dtypes"], row
+        assert row["repeatable"], row
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_on_a_gpu(dtype, tolerance):
+    command = [sys.executable, PROGRAM, "--device", "cuda", "--large", "--dtypes", dtype]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for row in map(json.loads, done.stdout.splitlines()):
+        assert max(row["errors"].values()) < tolerance[getattr(torch, dtype)], row
+        assert row["dtypes"], row
+        assert row["repeatable"], row
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "conv_features cannot run this call: "),
+        ({"sizes": [4, 4]}, "x has shape [1, 3, 12], weight [12, 4] and parts [4, 4]"),
+        ({"groups": [3]}, "2 parts need as many groups"),
+        ({"groups": [3, 0]}, "a part of 8 channels with heads of 3"),
+        ({"activations": ["relu", "silu"]}, "activations are silu, softplus, sigmoid, none"),
+        ({"cu_seqlens": torch.tensor([0, 2])}, "cu_seqlens ends at 2, but the input has 3 tokens"),
+    ],
+)
+def test_bad_calls_are_refused(changes, message):
+    given = {"sizes": [8, 4], "groups": [8, 0], "activations": ["silu", "none"], "wide": [False, True]}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        conv_features(torch.zeros(1, 3, 12), torch.zeros(12, 4), **given | changes)
