@@ -148,7 +148,7 @@ def test_a_resumption_from_another_commit_is_said_and_timings_stand_apart(finish
     assert timing["batch"] == {"sequences": 64, "tokens": 32_768}
     assert "seconds" not in results
     shutil.copytree(folder, tmp_path / "copy")
-    monkeypatch.setattr("triadic.evaluation.report.commit", lambda: "abc")
+    monkeypatch.setattr("triadic.origin.commit", lambda: "abc")
     again = evaluate(str(run_folder), tiny(), tmp_path / "copy", command="evaluate.py tiny")
     assert again == results | {"commit": f"{results['commit']}, resumed at abc"}
 
