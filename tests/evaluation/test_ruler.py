@@ -90,14 +90,14 @@ def test_essay_tasks_are_as_lm_eval_makes_them(tokenizer, monkeypatch):
     prepare = haystack._generator()
     monkeypatch.setattr(prepare, "cached_sent_tokenize", haystack.sentences)
     monkeypatch.setattr(prepare, "get_haystack", lambda type_haystack: words)
-    for task in ("niah_multiquery", "niah_single_3"):
-        made = haystack.make(tokenizer, task, 4096, 3, stand_in)
-        random.seed(0)
-        np.random.seed(1234)
-        sys.modules.pop("lm_eval.tasks.ruler.niah_utils", None)
-        stock = haystack._manager(tokenizer, 4096).load([task])["tasks"][task].dataset["test"]
-        assert len(stock) == 500
-        assert made == [stock[i] for i in range(3)]
+    made = haystack.make(tokenizer, "niah_multiquery", 2048, 3, stand_in)
+    random.seed(0)
+    np.random.seed(1234)
+    sys.modules.pop("lm_eval.tasks.ruler.niah_utils", None)
+    loaded = haystack._manager(tokenizer, 2048).load(["niah_multiquery"])["tasks"]
+    stock = loaded["niah_multiquery"].dataset["test"]
+    assert len(stock) == 500
+    assert made == [stock[i] for i in range(3)]
 
 
 def test_frozen_samples_are_read_and_damage_is_named(oracle, tmp_path):
@@ -144,9 +144,14 @@ def test_a_mean_of_all_eight_tasks_is_apart_for_another_haystack(triadic_hf, own
     setting = {"lengths": [512], "samples": 1, "tasks": list(haystack.TASKS), "haystack": str(own)}
     here = context(triadic_hf, setting, tmp_path)
     assert list(ruler.check(here, here.suite.ruler)) == [f"local: {own.name}"]
-    monkeypatch.setattr(ruler, "needle", lambda lm, task, *_: {"value": len(task)})
+    folders = []
+    monkeypatch.setattr(ruler, "needle", lambda lm, task, *rest: folders.append(rest[2]) or {"value": len(task)})
     row = ruler.measure(here, here.suite.ruler)[-1]
+    assert set(folders) == {tmp_path / "samples"}
     assert (row["metric"], row["value"]) == ("niah_mean_local", sum(map(len, haystack.TASKS)) / 8)
+    shared = context(triadic_hf, setting | {"frozen": str(tmp_path / "shared")}, tmp_path / "other")
+    ruler.measure(shared, shared.suite.ruler)
+    assert folders[-1] == tmp_path / "shared" / f"tokenizer-{shared.checkpoint.tokenizer_hash[:12]}"
 
 
 def test_score_is_the_share_of_needles_found(tokenizer, tmp_path):

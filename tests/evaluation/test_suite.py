@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,6 +139,18 @@ def test_a_finished_evaluation_is_not_computed_again(finished, run_folder, monke
     monkeypatch.setattr("triadic.evaluation.sampling.complete", None)
     monkeypatch.setattr("triadic.evaluation.ruler.needle", None)
     assert evaluate(str(run_folder), tiny(), folder)["rows"] == results["rows"]
+
+
+def test_a_resumption_from_another_commit_is_said_and_timings_stand_apart(finished, run_folder, tmp_path, monkeypatch):
+    folder, results = finished
+    timing = json.loads((folder / "timing.json").read_text())
+    assert timing["parts"].keys() == {"perplexity", "ruler", "sample"}
+    assert timing["batch"] == {"sequences": 64, "tokens": 32_768}
+    assert "seconds" not in results
+    shutil.copytree(folder, tmp_path / "copy")
+    monkeypatch.setattr("triadic.origin.commit", lambda: "abc")
+    again = evaluate(str(run_folder), tiny(), tmp_path / "copy", command="evaluate.py tiny")
+    assert again == results | {"commit": f"{results['commit']}, resumed at abc"}
 
 
 def test_the_folder_of_another_evaluation_is_refused(finished, run_folder, llama, data, tmp_path, monkeypatch):

@@ -100,7 +100,7 @@ def _draw_needles(rows: list[dict[str, Any]], path: Path) -> Path:
         for (i, j), value in np.ndenumerate(grid):
             if not np.isnan(value):
                 panel.text(j, i, f"{100 * value:.0f}", ha="center", va="center", color="wk"[int(value > 0.6)])
-        note = "  (*: on a text of one's own, no RULER scores)" if local else ""
+        note = "\n* not RULER's essays: no RULER scores" if local else ""
         panel.set(xlabel="tokens of context" + note)
         panel.set_title(model, fontsize="medium")
     figure.colorbar(image, ax=panels, label="answers found")
