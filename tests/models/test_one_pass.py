@@ -17,7 +17,7 @@ from triadic_kernels import dispatch
 for name in ("gluon_hopper", "triton"):
     dispatch.CHUNK.pop(name)  # the recurrence in plain torch: it is not what is compared
 fields = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-          "initializer_range": 0.25, "layer_types": ["linear_attention"],
+          "initializer_range": 0.25, "linear_fused_inputs": True, "layer_types": ["linear_attention"],
           "linear_num_key_heads": 2, "linear_num_value_heads": 4,
           "linear_key_head_dim": 16, "linear_value_head_dim": 16, "second_key_dim": 4, "output_gate_rank": 6}
 ids = torch.arange(24)[None] % 61
@@ -33,7 +33,10 @@ for changes in json.loads(sys.argv[1]):
         loss = model(ids, shift_labels=ids, cu_seq_lens_q=bounds).loss
         loss.backward()
         results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-    assert calls and usual(model.model.layers[0].mixer, torch.zeros(1))
+    mixer = model.model.layers[0].mixer
+    assert calls and usual(mixer, torch.zeros(1))
+    mixer.config.linear_fused_inputs = False
+    assert not usual(mixer, torch.zeros(1))
     print(max(((a - b).norm() / b.norm().clamp(min=1e-12)).item() for a, b in zip(*results)))
 """
 CHANGES = [

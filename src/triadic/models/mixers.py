@@ -150,8 +150,8 @@ class TriadicLinearAttention(nn.Module):
         return q.to(v.dtype), k.to(v.dtype), v, q2, k2, conv_state
 
     def in_one_pass(self, x):
-        """Whether a kernel can make keys, queries and values of `x` in one pass (on a GPU; see features.py)."""
-        return refusal(x.device.type, x.dtype, tuple(self.parts[0])) is None
+        """Whether to make keys, queries and values of `x` by one kernel, where there is one (see features.py)."""
+        return self.config.linear_fused_inputs and refusal(x.device.type, x.dtype, tuple(self.parts[0])) is None
 
     def features(self, parts):
         """The outputs of `conv_features` as `keys_and_values` returns them."""
