@@ -5,9 +5,16 @@ Names are imported when they are asked for, so that the parts which need no data
 
 import importlib
 
-_HOME = {"NonFiniteError": "loop", "Outcome": "loop", "TrainConfig": "config", "load_config": "config", "train": "loop"}
+_HOME = {
+    "NonFiniteError": "loop",
+    "Outcome": "loop",
+    "TrainConfig": "config",
+    "TrainingError": "errors",
+    "load_config": "config",
+    "train": "loop",
+}
 
-__all__ = ["NonFiniteError", "Outcome", "TrainConfig", "load_config", "train"]
+__all__ = ["NonFiniteError", "Outcome", "TrainConfig", "TrainingError", "load_config", "train"]
 
 
 def __getattr__(name: str):

@@ -14,11 +14,12 @@ from triadic.training import background, checkpoint, engines, metrics, optim, pa
 from triadic.training.assemble import Run, assemble, collate_for, micro_batches
 from triadic.training.compiled import check_gradients
 from triadic.training.config import TrainConfig
+from triadic.training.errors import TrainingError
 
 IGNORED = -100  # the label of a position that is not scored
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(TrainingError):
     """A loss or gradient norm was not finite; the message names the step, the windows and the documents."""
 
 
@@ -34,7 +35,7 @@ def train(config: TrainConfig) -> Outcome:
     """Train or resume the run of `config` until run.steps, or until SIGTERM or SIGINT, which save first.
 
     Every rank calls this. Raises ValueError for settings, data or folders that cannot be used, NonFiniteError under
-    run.on_nonfinite "stop", RuntimeError if a reader process dies or the disk refuses a checkpoint.
+    run.on_nonfinite "stop", TrainingError (NonFiniteError's base) if a reader process dies or the disk refuses.
     """
     run = assemble(config)
     try:
@@ -48,9 +49,13 @@ def train(config: TrainConfig) -> Outcome:
     except RuntimeError as error:  # torch raises it in the middle of whatever the trainer is doing
         if "DataLoader worker" not in str(error):
             raise
-        raise RuntimeError(
+        raise TrainingError(
             f"a data worker died, most likely killed for memory ({str(error).strip()}); lower data.num_workers or "
             "data.prefetch_batches; checkpoints are untouched and the same command resumes from the newest"
+        ) from error
+    except OSError as error:  # log, plot, final folder, old checkpoints to remove, or the data
+        raise TrainingError(
+            f"the disk refuses: {error}; checkpoints are untouched, and the same command resumes from the newest"
         ) from error
     finally:
         run.writer.close()
