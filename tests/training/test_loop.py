@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import math
 import os
 import re
@@ -293,6 +294,28 @@ def test_the_check_of_compiled_layers_changes_nothing(configure, monkeypatch, ro
         assert train(configure(*overrides)).finished
     plain, checked = ([row["loss"] for row in rows(tmp_path / flag) if "loss" in row] for flag in ("false", "true"))
     assert plain == checked
+
+
+def test_layers_that_cannot_be_compiled(configure, monkeypatch):
+    def broken(graph, inputs):
+        raise OSError("no C++ compiler\nset CXX")
+
+    monkeypatch.setattr(assemble, "compile_layers", functools.partial(compile_layers, backend=broken))
+    torch._dynamo.reset()
+    with pytest.raises(TrainingError, match=r"^the model's layers cannot be compiled on .*no C\+\+ compiler.*=false$"):
+        train(configure("model.torch_compile=true"))
+
+
+def test_dropout_is_not_taken_for_wrong_gradients(begin, world, tmp_path, monkeypatch):
+    """Compiled layers draw other masks than plain ones."""
+    settings = json.loads((world / "hybrid.json").read_text())
+    (tmp_path / "dropout.json").write_text(json.dumps(settings | {"attention_dropout": 0.5}))
+    monkeypatch.setattr(assemble, "compile_layers", functools.partial(compile_layers, backend=compiler(1.1)))
+    torch._dynamo.reset()
+    run = begin("model.torch_compile=true", f"model.config={tmp_path}/dropout.json")
+    assert "not compared with those of plain layers, attention_dropout" in check_gradients(
+        run, collate([run.windows[0]])
+    )
 
 
 def test_gradients_that_are_not_finite_are_not_the_compilers_fault(configure, monkeypatch):

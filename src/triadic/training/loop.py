@@ -8,8 +8,10 @@ from itertools import islice
 
 import torch
 from accelerate.utils import gather_object
+from torch._dynamo.exc import TorchDynamoException
 
 from triadic.data import step_indices
+from triadic.models.loading import one_line
 from triadic.training import background, checkpoint, engines, metrics, optim, parallel
 from triadic.training.assemble import Run, assemble, collate_for, micro_batches
 from triadic.training.compiled import check_gradients
@@ -47,6 +49,11 @@ def train(config: TrainConfig) -> Outcome:
         ):
             return _train(run, batches, report, watch, signals)
     except RuntimeError as error:  # torch raises it in the middle of whatever the trainer is doing
+        if isinstance(error, TorchDynamoException):
+            raise TrainingError(
+                f"the model's layers cannot be compiled on this machine ({one_line(error)[:200]}); checkpoints are "
+                "untouched; set model.torch_compile=false"
+            ) from error
         if "DataLoader worker" not in str(error):
             raise
         raise TrainingError(
