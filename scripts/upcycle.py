@@ -17,7 +17,7 @@ import torch
 
 from triadic.evaluation.loading import find_checkpoint
 from triadic.models.conversion import load_any
-from triadic.models.loading import load_tokenizer
+from triadic.models.loading import load_tokenizer, writing
 from triadic.models.upcycling import STARTS, upcycle
 
 if __name__ == "__main__":
@@ -44,9 +44,10 @@ if __name__ == "__main__":
         model, converted = load_any(folder, getattr(torch, args.dtype))
         if not converted or args.second_key_dim != 1:
             model = upcycle(model, args.second_key_dim, start=args.start, seed=args.seed)
-        model.save_pretrained(args.target)
-        tokenizer.save_pretrained(args.target)
-        note.write_text(text)
+        with writing(args.target):
+            model.save_pretrained(args.target)
+            tokenizer.save_pretrained(args.target)
+            note.write_text(text)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(f"{args.target}: E = {args.second_key_dim}, {model.num_parameters() / 1e6:.1f}M parameters")

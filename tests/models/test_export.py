@@ -150,6 +150,23 @@ def test_a_filled_folder_is_left_alone(checkpoint, tmp_path):
     assert [path.name for path in (tmp_path / "exported").iterdir()] == ["mine.txt"]
 
 
+def test_a_full_disk_leaves_nothing_half_written(checkpoint, tmp_path, monkeypatch):
+    _, folder = checkpoint()
+
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "empty").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(exporting, "add_auto_map", full)
+        for name in ("exported", "empty"):
+            with pytest.raises(ValueError, match=f"{name} cannot be written: .*No space left on device"):
+                export(folder, tmp_path / name)
+    assert not (tmp_path / "exported").exists()
+    assert list((tmp_path / "empty").iterdir()) == []
+    export(folder, tmp_path / "empty")
+
+
 def test_weights_that_do_not_fill_the_model(checkpoint, tmp_path):
     _, folder = checkpoint("gdn")
     config = json.loads((folder / "config.json").read_text())

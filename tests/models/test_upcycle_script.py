@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -133,3 +134,16 @@ def test_targets_that_cannot_be_used(run, checkpoint, tmp_path):
         run(checkpoint, tmp_path / "torn", "--second_key_dim", 4)
     with pytest.raises(SystemExit, match=r"config\.json; give a Hugging Face folder"):
         run(checkpoint / "config.json", tmp_path / "new", "--second_key_dim", 4)
+
+
+def test_a_full_disk_leaves_nothing_half_written(run, checkpoint, tmp_path, monkeypatch):
+    def full(self, folder, **_):
+        (folder / "config.json").write_text("{}")
+        raise SafetensorError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.PreTrainedModel.save_pretrained", full)
+        with pytest.raises(SystemExit, match=r"^error: .*/new cannot be written: No space left on device$"):
+            run(checkpoint, tmp_path / "new", "--second_key_dim", 4)
+    assert not (tmp_path / "new").exists()
+    run(checkpoint, tmp_path / "new", "--second_key_dim", 4)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from triadic.training import assemble, checkpoint, loop, train
+from triadic.training import TrainingError, assemble, checkpoint, loop, metrics, train
 
 FILES = {
     "hf": {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"},
@@ -186,11 +186,62 @@ def test_a_full_disk_keeps_what_was_there(configure, stand_at, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save_file", full)
-        with pytest.raises(RuntimeError, match=r"could not save .*step-00000012: .*No space left on device; earlier"):
+        with pytest.raises(TrainingError, match=r"could not save .*step-00000012: .*No space left on device; earlier"):
             train(configure())
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000004", "step-00000008"]
     assert not (folder / "final").exists()
     assert train(configure()).finished
+
+
+@pytest.mark.parametrize(("owner", "name"), [(checkpoint, "prune"), (checkpoint, "publish"), (metrics, "plot_losses")])
+def test_a_disk_that_refuses_beside_a_checkpoint(configure, stand_at, monkeypatch, owner, name):
+    """While old ones are removed, final/ is made or the plot drawn: a sentence, and the same command goes on."""
+    folder = stand_at(8)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device", "there")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, full)
+        with pytest.raises(TrainingError, match=r"No space left on device.*; .*the same command resumes"):
+            train(configure())
+    assert not (folder / "final").exists()
+    assert train(configure()).finished
+
+
+def test_another_process_that_saves_while_this_one_starts(configure, stand_at, templates, monkeypatch):
+    """It still held the folder when this one looked for the newest checkpoint, and ended before this one claimed it."""
+    folder, find = stand_at(8), checkpoint.find
+
+    def then_another_saves(checkpoints):
+        found = find(checkpoints)
+        shutil.copytree(templates[12] / "checkpoints" / "step-00000012", checkpoints / "step-00000012")
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "find", then_another_saves)
+        with pytest.raises(ValueError, match=r"another process trained in .*, and saved step-00000012; give the same"):
+            train(configure())
+    assert steps_of(folder) == [4, 8, 12]
+    assert train(configure()) == loop.Outcome(12, True)
+
+
+def test_final_is_the_last_steps_or_absent(finished, configure):
+    """A run that goes on beyond an earlier end keeps what it had published, under another name."""
+    _, folder = finished
+    before = (folder / "final" / "model.safetensors").read_bytes()
+
+    def killed(*arguments):
+        raise TrainingError("killed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", killed)
+        with pytest.raises(TrainingError, match="killed"):
+            train(configure("run.steps=13", "schedule.decay_steps=12"))
+    assert not (folder / "final").exists()
+    assert (folder / "earlier-final-00000012" / "model.safetensors").read_bytes() == before
+    assert train(configure("run.steps=13", "schedule.decay_steps=12")).finished
+    assert (folder / "final" / "model.safetensors").read_bytes() != before
 
 
 @pytest.mark.parametrize("moment", ["_describe", "_flush_tree", "write_atomically", "_put_in_place"])

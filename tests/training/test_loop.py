@@ -2,10 +2,13 @@
 
 import functools
 import itertools
+import json
 import math
 import os
 import re
+import runpy
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +19,10 @@ from torch.nn import functional as F
 
 from triadic.data import Windows, collate
 from triadic.models.modeling_triadic import compile_layers
-from triadic.training import NonFiniteError, assemble, engines, loop, train
+from triadic.training import NonFiniteError, TrainingError, assemble, engines, loop, train
 from triadic.training.compiled import check_gradients
 
+ROOT = Path(__file__).resolve().parents[2]
 UNEVEN = ("data.mask_boundary_targets=true", "batch.global_batch_tokens=512")  # 16 windows a step
 
 
@@ -292,6 +296,47 @@ def test_the_check_of_compiled_layers_changes_nothing(configure, monkeypatch, ro
     assert plain == checked
 
 
+def test_layers_that_cannot_be_compiled(configure, monkeypatch):
+    def broken(graph, inputs):
+        raise OSError("no C++ compiler\nset CXX")
+
+    monkeypatch.setattr(assemble, "compile_layers", functools.partial(compile_layers, backend=broken))
+    torch._dynamo.reset()
+    with pytest.raises(TrainingError, match=r"^the model's layers cannot be compiled on .*no C\+\+ compiler.*=false$"):
+        train(configure("model.torch_compile=true"))
+
+
+def test_dropout_is_not_taken_for_wrong_gradients(begin, world, tmp_path, monkeypatch):
+    """Compiled layers draw other masks than plain ones."""
+    settings = json.loads((world / "hybrid.json").read_text())
+    (tmp_path / "dropout.json").write_text(json.dumps(settings | {"attention_dropout": 0.5}))
+    monkeypatch.setattr(assemble, "compile_layers", functools.partial(compile_layers, backend=compiler(1.1)))
+    torch._dynamo.reset()
+    run = begin("model.torch_compile=true", f"model.config={tmp_path}/dropout.json")
+    assert "not compared with those of plain layers, attention_dropout" in check_gradients(
+        run, collate([run.windows[0]])
+    )
+
+
+def test_gradients_that_are_not_finite_are_not_the_compilers_fault(configure, monkeypatch):
+    monkeypatch.setattr(assemble, "compile_layers", functools.partial(compile_layers, backend="eager"))
+    torch._dynamo.reset()
+    monkeypatch.setattr(assemble, "build_model", poisoned(assemble.build_model))
+    with pytest.raises(NonFiniteError, match="not finite: step 1: loss nan"):
+        train(configure("run.steps=3", "model.torch_compile=true"))
+
+
+def poisoned(build):
+    """`build`, whose model has a NaN in its last norm."""
+
+    def built(*arguments, **named):
+        model = build(*arguments, **named)
+        model.model.norm.weight.data[0] = math.nan
+        return model
+
+    return built
+
+
 @pytest.mark.slow
 def test_torch_compile_gives_the_same_steps(configure, tmp_path, rows):
     for flag in ("false", "true"):
@@ -299,3 +344,14 @@ def test_torch_compile_gives_the_same_steps(configure, tmp_path, rows):
         assert train(configure(*overrides, f"run.output_dir={tmp_path}/{flag}")).finished
     for eager, compiled in zip(rows(tmp_path / "false"), rows(tmp_path / "true"), strict=True):
         assert eager == pytest.approx(compiled, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [NonFiniteError, TrainingError])
+def test_the_script_says_why_training_had_to_stop_in_one_line(settings_file, monkeypatch, kind):
+    def stop(config):
+        raise kind("the disk refuses")
+
+    monkeypatch.setattr(loop, "train", stop)
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--config", str(settings_file)])
+    with pytest.raises(SystemExit, match=r"^error: the disk refuses$"):
+        runpy.run_path(str(ROOT / "scripts" / "pretrain.py"), run_name="__main__")

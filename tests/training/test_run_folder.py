@@ -72,6 +72,24 @@ def test_what_does_not_change_the_training_may_change(half_way, rows):
     assert "save_every: 3" in (Path(config.run.output_dir) / "run.yaml").read_text()
 
 
+@pytest.mark.parametrize(
+    ("key", "other"),
+    [("model.num_householder", "2"), ("optimizer.clip_norm", "0.5"), ("schedule.min_lr_fraction", "0.2")],
+)
+def test_a_run_from_before_a_setting_existed_had_its_default(half_way, key, other):
+    """The oldest runs know no num_householder: they resume, unless it is set to something that they did not do."""
+    path = Path(half_way().run.output_dir) / "identity.json"
+    ours = json.loads(path.read_text())
+    default = ours.pop(key)
+    path.write_text(json.dumps(ours))
+    run_folder.check(path.parent, ours | {key: default})
+    with pytest.raises(ValueError, match=f"{key} is {default} there and {other} here"):
+        run_folder.check(path.parent, ours | {key: json.loads(other)})
+    with pytest.raises(ValueError, match=r"model.colour is nothing there and red here"):
+        run_folder.check(path.parent, ours | {key: default, "model.colour": "red"})
+    assert train(half_way()).finished
+
+
 @pytest.mark.parametrize("content", [b"{", b"\xff"])
 def test_a_run_whose_identity_is_damaged_is_refused(half_way, content):
     config = half_way()

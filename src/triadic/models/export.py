@@ -12,7 +12,7 @@ import triadic_kernels
 from transformers import GenerationConfig
 
 from .accounting import count_parameters, state_bytes
-from .loading import load_tokenizer, load_weights
+from .loading import load_tokenizer, load_weights, writing
 from .modeling_triadic import TriadicForCausalLM
 
 MODEL_FILES = (
@@ -46,7 +46,7 @@ def export(checkpoint, output, tokenizer=None, dtype="auto"):
 
     Raises:
         ValueError: the output folder holds something, the checkpoint is torn or incomplete, or the tokenizer
-            has entries beyond the model's vocabulary.
+            has entries beyond the model's vocabulary; the disk refuses (then nothing is left of what was written).
     """
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -64,11 +64,12 @@ def export(checkpoint, output, tokenizer=None, dtype="auto"):
     for name, value in ids.items():
         setattr(model.config, name, value)
     model.generation_config = GenerationConfig(**ids)
-    model.save_pretrained(output)
-    tokenizer.save_pretrained(output)
-    write_code(output)
-    add_auto_map(output / "config.json")
-    (output / "README.md").write_text(model_card(model.config, output.name))
+    with writing(output):
+        model.save_pretrained(output)
+        tokenizer.save_pretrained(output)
+        write_code(output)
+        add_auto_map(output / "config.json")
+        (output / "README.md").write_text(model_card(model.config, output.name))
 
 
 def write_code(folder):

@@ -1,5 +1,7 @@
-"""Load models and tokenizers, or say in one sentence why they cannot be used."""
+"""Load models and tokenizers, or say in one sentence why they cannot be used; write folders whole or not at all."""
 
+import contextlib
+import shutil
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -40,6 +42,25 @@ def load_tokenizer(source: str | Path, **options):
         return AutoTokenizer.from_pretrained(str(source), **options)
     except Exception as error:  # a damaged tokenizer.json makes `tokenizers` raise bare Exceptions
         raise ValueError(f"no tokenizer can be loaded from {source}: {one_line(error)}") from None
+
+
+@contextlib.contextmanager
+def writing(folder: Path):
+    """While entered, a new or empty `folder` is filled; if that fails, what has been written is removed.
+
+    Raises ValueError if the disk refuses.
+    """
+    existed = folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if existed:
+            folder.mkdir(exist_ok=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise ValueError(f"{folder} cannot be written: {one_line(error)}") from error
+        raise
 
 
 def one_line(error: Exception) -> str:

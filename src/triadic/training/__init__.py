@@ -8,13 +8,13 @@ import importlib
 _HOME = {
     "NonFiniteError": "loop",
     "Outcome": "loop",
-    "SaveError": "checkpoint",
     "TrainConfig": "config",
+    "TrainingError": "errors",
     "load_config": "config",
     "train": "loop",
 }
 
-__all__ = ["NonFiniteError", "Outcome", "SaveError", "TrainConfig", "load_config", "train"]
+__all__ = ["NonFiniteError", "Outcome", "TrainConfig", "TrainingError", "load_config", "train"]
 
 
 def __getattr__(name: str):

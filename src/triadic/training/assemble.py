@@ -91,12 +91,15 @@ def assemble(config: TrainConfig) -> Run:
     optimizer = optim.build_optimizer(model, config.optimizer)
 
     parallel.on_main(accelerator, claim.take, config, ours)
+    parallel.on_main(accelerator, checkpoint.check_newest, claim.folder / "checkpoints", found, damaged)
     parallel.on_main(accelerator, checkpoint.tidy, claim.folder / "checkpoints", damaged)
     context = parallel.share_windows(accelerator, config.parallel.context)
     if context is not None:
         spread_context(model, context)
     model, optimizer = engines.prepare(accelerator, model, optimizer, config.run.precision)
     progress = checkpoint.restore(found, accelerator, model, optimizer) if found else checkpoint.Progress()
+    if progress.step < config.run.steps:
+        parallel.on_main(accelerator, checkpoint.set_aside, claim.folder / "final", progress.step)
     notes = [f"checkpoint {path} is damaged ({wrong}) and set aside" for path, wrong in damaged.items()]
     notes += opening(config, accelerator, accumulation, windows, model_config, found)
     return Run(

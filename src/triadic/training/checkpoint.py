@@ -30,11 +30,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from triadic.training import engines
 from triadic.training.config import TrainConfig
+from triadic.training.errors import TrainingError
 from triadic.training.run_folder import settings_text, write_atomically
-
-
-class SaveError(RuntimeError):
-    """A checkpoint could not be written; the message says why, and that the earlier ones are as they were."""
 
 
 @dataclass
@@ -95,7 +92,7 @@ def write(
 ) -> Path:
     """Write `snapshot` as a complete checkpoint and return its folder (rank 0 alone; needs no other rank).
 
-    Raises SaveError if the disk refuses; the checkpoints that were there stay as they are.
+    Raises TrainingError if the disk refuses; the checkpoints that were there stay as they are.
     """
     final = folder_of(checkpoints, snapshot.trainer["step"])
     partial = checkpoints / f".writing-{final.name}"
@@ -115,7 +112,7 @@ def write(
         _put_in_place(partial, final)
     except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise SaveError(
+        raise TrainingError(
             f"could not save {final}: {error}; earlier checkpoints are untouched, and the same command resumes from "
             "the newest once the disk takes writes again"
         ) from error
@@ -129,6 +126,15 @@ def publish(checkpoints: Path, step: int, final: Path) -> None:
     shutil.copytree(folder_of(checkpoints, step) / "hf", partial)
     _flush_tree(partial)
     _put_in_place(partial, final)
+
+
+def set_aside(final: Path, step: int) -> None:
+    """Rename what an earlier end of the run has published, because the run goes on from `step`: `final` is the last
+    step's, or absent."""
+    if final.exists():
+        aside = final.with_name(f"earlier-{final.name}-{step:08d}")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(final, aside)
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
@@ -178,6 +184,16 @@ def find(checkpoints: Path) -> tuple[Path | None, dict[Path, str]]:
         reasons = "; ".join(f"{folder.name}: {wrong}" for folder, wrong in damaged.items())
         raise ValueError(f"every checkpoint in {checkpoints} is damaged ({reasons}); remove them to start from step 0")
     return None, {}
+
+
+def check_newest(checkpoints: Path, found: Path | None, damaged: dict[Path, str]) -> None:
+    """Raise ValueError if another process has saved since `find` returned these (call when no other can any more)."""
+    newest, known = (_all(checkpoints) or [None])[-1], next(iter(damaged), found)
+    if newest != known:
+        raise ValueError(
+            f"another process trained in {checkpoints.parent} while this one started, and saved "
+            f"{newest.name if newest else 'nothing'}; give the same command again, it goes on from there"
+        )
 
 
 def tidy(checkpoints: Path, damaged: dict[Path, str]) -> None:

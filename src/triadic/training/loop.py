@@ -8,17 +8,20 @@ from itertools import islice
 
 import torch
 from accelerate.utils import gather_object
+from torch._dynamo.exc import TorchDynamoException
 
 from triadic.data import step_indices
+from triadic.models.loading import one_line
 from triadic.training import background, checkpoint, engines, metrics, optim, parallel
 from triadic.training.assemble import Run, assemble, collate_for, micro_batches
 from triadic.training.compiled import check_gradients
 from triadic.training.config import TrainConfig
+from triadic.training.errors import TrainingError
 
 IGNORED = -100  # the label of a position that is not scored
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(TrainingError):
     """A loss or gradient norm was not finite; the message names the step, the windows and the documents."""
 
 
@@ -34,7 +37,7 @@ def train(config: TrainConfig) -> Outcome:
     """Train or resume the run of `config` until run.steps, or until SIGTERM or SIGINT, which save first.
 
     Every rank calls this. Raises ValueError for settings, data or folders that cannot be used, NonFiniteError under
-    run.on_nonfinite "stop", SaveError if the disk refuses a checkpoint, RuntimeError if a reader process dies.
+    run.on_nonfinite "stop", TrainingError (NonFiniteError's base) if a reader process dies or the disk refuses.
     """
     run = assemble(config)
     try:
@@ -46,11 +49,20 @@ def train(config: TrainConfig) -> Outcome:
         ):
             return _train(run, batches, report, watch, signals)
     except RuntimeError as error:  # torch raises it in the middle of whatever the trainer is doing
+        if isinstance(error, TorchDynamoException):
+            raise TrainingError(
+                f"the model's layers cannot be compiled on this machine ({one_line(error)[:200]}); checkpoints are "
+                "untouched; set model.torch_compile=false"
+            ) from error
         if "DataLoader worker" not in str(error):
             raise
-        raise RuntimeError(
+        raise TrainingError(
             f"a data worker died, most likely killed for memory ({str(error).strip()}); lower data.num_workers or "
             "data.prefetch_batches; checkpoints are untouched and the same command resumes from the newest"
+        ) from error
+    except OSError as error:  # log, plot, final folder, old checkpoints to remove, or the data
+        raise TrainingError(
+            f"the disk refuses: {error}; checkpoints are untouched, and the same command resumes from the newest"
         ) from error
     finally:
         run.writer.close()

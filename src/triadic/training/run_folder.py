@@ -2,12 +2,14 @@
 
 runs/NAME/  run.yaml (settings)  identity.json (what must not change)  log.jsonl  loss.png  tensorboard/
             checkpoints/step-00000100/ (see checkpoint.py)  final/ (Hugging Face folder of the last step)
+            earlier-final-00000100/ (what was final/ before run.steps was raised and the run went on from that step)
 """
 
 import dataclasses
 import fcntl
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
@@ -15,7 +17,8 @@ import yaml
 from transformers import PreTrainedConfig
 
 from triadic import settings
-from triadic.training.config import TrainConfig
+from triadic.models import TriadicConfig
+from triadic.training.config import OptimizerSettings, ScheduleSettings, TrainConfig
 
 # Keys of a Hugging Face configuration that describe a file or a library, not the architecture.
 _NOT_ARCHITECTURE = {"transformers_version", "dtype", "torch_dtype", "architectures", "_name_or_path", "use_cache"}
@@ -62,6 +65,7 @@ def check(folder: Path, ours: dict) -> None:
             f"{folder}/identity.json is damaged, so whose run this is is unknown; restore it, choose another "
             "run.output_dir, or, to start again, remove the folder"
         ) from None
+    theirs = _defaults(ours.keys() - theirs.keys()) | theirs
     absent = "nothing"
     different = [
         f"{key} is {theirs.get(key, absent)} there and {ours.get(key, absent)} here"
@@ -73,6 +77,17 @@ def check(folder: Path, ours: dict) -> None:
             f"run.output_dir {folder} belongs to another run: {'; '.join(different)}. "
             "Set these back to resume it, or choose another run.output_dir (model.init_from starts from its weights)"
         )
+
+
+def _defaults(keys: Iterable[str]) -> dict:
+    """What those of `keys` that have a default have by it: a run made before such a setting existed trained with it."""
+    tree = {
+        "model": TriadicConfig().to_dict(),
+        "optimizer": dataclasses.asdict(OptimizerSettings()),
+        "schedule": dataclasses.asdict(ScheduleSettings()),
+    }
+    known = json.loads(json.dumps(_flat(tree)))
+    return {key: known[key] for key in keys if key in known}
 
 
 class Claim:
