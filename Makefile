@@ -24,6 +24,7 @@ DATA_ARGS ?=
 TRAIN_ARGS ?=
 EVAL_ARGS ?=
 TEST_PROCESSES ?= 2
+NEED_GPU = @python -c "import sys, torch; torch.cuda.is_available() or sys.exit('make $@ needs a CUDA device; torch sees none here')"
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo demo-smoke recipes-smoke lint format test test-slow test-gpu bench bench-train bench-train-2gpu clean
@@ -46,6 +47,7 @@ demo: $(INSTALLED) ## pretrain a small triadic model on real text, judge it, let
 	    scripts/pretrain.py --config configs/train/demo.yaml \
 	    data.train=$(DATA)/train data.validation=$(DATA)/validation run.output_dir=$(RUN) $(TRAIN_ARGS)
 	scripts/eval.sh $(RUN) --suite demo --output $(RUN)/evaluation $(EVAL_ARGS)
+	@echo "make demo: see $(RUN)/loss.png, $(RUN)/evaluation (results.md, figures) and the model, $(RUN)/final"
 
 demo-smoke: ## the demo at its smallest: every step runs, nothing is learnt
 	rm -rf runs/demo-smoke data/demo-smoke
@@ -76,16 +78,20 @@ test-slow: $(INSTALLED) ## the tests that take minutes
 	pytest -m slow
 
 test-gpu: $(INSTALLED) ## the tests that need a CUDA device
+	$(NEED_GPU)
 	pytest -m gpu
 
 bench: $(INSTALLED) ## the op against softmax attention and, where installed, fla and FlashQLA, on a CUDA device
+	$(NEED_GPU)
 	python kernels/benchmarks/bench.py --shapes 4x8192 4x32768 1x65536 \
 	    --impl triadic fla flashqla sdpa_cudnn sdpa_flash --profile
 
 bench-train: $(INSTALLED) ## training speed on one GPU: tokens/s, MFU, peak memory, 4k and 64k windows (minutes)
+	$(NEED_GPU)
 	scripts/bench_train.sh
 
 bench-train-2gpu: $(INSTALLED) ## data and context parallelism on two GPUs against one
+	$(NEED_GPU)
 	scripts/bench_train_2gpu.sh
 
 clean: ## remove the environment, prepared data and runs

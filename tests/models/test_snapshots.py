@@ -5,7 +5,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import DynamicCache, StaticCache
 
-from triadic.models.cache import CACHE_NAME, new_cache
+from triadic.models import cache as caches
+from triadic.models import configuration_triadic, snapshots
+from triadic.models.cache import CACHE_NAME, RECURRENT, new_cache
+from triadic.models.mixers import MIXERS
 from triadic.models.snapshots import copy_cache, load_cache, save_cache, select_rows
 
 LENGTH, SPLIT = 9, 5
@@ -60,6 +63,20 @@ def test_saved_and_loaded(model, tokens, close, tmp_path, static):
     save_cache(cache, tmp_path / "text.safetensors")
     loaded = load_cache(tmp_path / "text.safetensors", model.config)
     assert loaded.get_seq_length() == SPLIT
+    close(logits(model, ids[:, SPLIT:], loaded), logits(model, ids, None)[:, SPLIT:])
+
+
+def test_an_added_recurrent_mixer_is_saved_and_loaded(make_model, tokens, close, tmp_path, monkeypatch):
+    """The steps of CONTRIBUTING.md: a line in each of the tables."""
+    monkeypatch.setitem(MIXERS, "conv", MIXERS["linear_attention"])
+    monkeypatch.setattr(configuration_triadic, "LAYER_TYPES", ("conv", "full_attention"))
+    for module in (caches, snapshots):
+        monkeypatch.setattr(module, "RECURRENT", (*RECURRENT, "conv"))
+    model, ids = make_model("gdn", layer_types=["conv", "full_attention"]), tokens(2, LENGTH)
+    cache = new_cache(model.config)
+    logits(model, ids[:, :SPLIT], cache)
+    save_cache(cache, tmp_path / "text.safetensors")
+    loaded = load_cache(tmp_path / "text.safetensors", model.config)
     close(logits(model, ids[:, SPLIT:], loaded), logits(model, ids, None)[:, SPLIT:])
 
 

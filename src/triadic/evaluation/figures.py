@@ -59,7 +59,7 @@ def _draw_positions(rows: list[dict[str, Any]], path: Path) -> Path:
             middle, error = ((low + 1) * high) ** 0.5, 2 * row["value"] * (row["loss_se"] or 0.0)
             axes.errorbar(middle, row["value"], error, color=f"C{number}", capsize=3)
         line[0].set_label(model)
-    axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="perplexity")
+    axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="perplexity ± 2 standard errors")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.legend()

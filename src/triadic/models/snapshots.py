@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 
-from .cache import RecurrentLayer, adopt, new_cache
+from .cache import RECURRENT, RecurrentLayer, adopt, new_cache
 
 TENSORS = ("conv", "recurrent", "keys", "values")
 
@@ -92,7 +92,7 @@ def load_cache(
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read as a cache ({error}); give a file that save_cache wrote.") from None
     found = metadata.get("layer_types", "").split()
-    if found != list(config.layer_types):
+    if found != ["linear_attention" if kind in RECURRENT else "full_attention" for kind in config.layer_types]:
         raise ValueError(f"{path} holds a cache of layers {found}, but the model has {list(config.layer_types)}.")
     cache = new_cache(config)
     try:
