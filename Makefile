@@ -30,7 +30,7 @@ NEED_GPU = @python -c "import sys, torch; torch.cuda.is_available() or sys.exit(
 .PHONY: help env demo demo-smoke recipes-smoke lint format test test-slow test-gpu bench bench-train bench-train-2gpu clean
 
 help: ## what can be made
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
 
 env: $(INSTALLED) ## the environment alone
 

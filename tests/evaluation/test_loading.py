@@ -166,3 +166,11 @@ def test_position_limits():
     mixed = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     assert loading.position_limit(TriadicConfig(**mixed, **limits)) == 100
     assert loading.position_limit(TriadicConfig(**mixed, **limits, position_embedding="none")) is None
+
+
+def test_a_recurrent_mixer_that_was_added_has_no_position_limit(monkeypatch):
+    config = LlamaConfig(max_position_embeddings=100)
+    config.layer_types = ["linear_attention", "another"]
+    assert loading.position_limit(config) == 100
+    monkeypatch.setattr(loading, "RECURRENT", ("linear_attention", "another"))
+    assert loading.position_limit(config) is None

@@ -16,6 +16,7 @@ from triadic.evaluation.config import ModelConfig
 from triadic.evaluation.scoring import check_head
 from triadic.models import TriadicConfig
 from triadic.models.accounting import state_bytes
+from triadic.models.cache import RECURRENT
 from triadic.models.loading import load_tokenizer, load_weights, one_line
 
 ACCEPTED = "a Hugging Face folder, a run folder or a hub id"
@@ -132,7 +133,7 @@ def position_limit(config: AutoConfig) -> int | None:
     """
     config = config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)
-    if kinds and all(kind == "linear_attention" for kind in kinds):
+    if kinds and all(kind in RECURRENT for kind in kinds):
         return None
     if getattr(config, "position_embedding", None) == "none":
         return None
