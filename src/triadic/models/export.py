@@ -134,7 +134,7 @@ and value and read by query and second query (Sieberling et al., *Triadic Linear
 | Parameters | {parameters:.1f} M |
 | Layers | {layers} |
 {linear}| Vocabulary | {vocab} |
-| Memory of decoding | {state:.1f} MB per sequence of {context} tokens (at 2 bytes an entry; states are kept in float32 unless `linear_state_dtype` says otherwise) |
+| Memory of decoding | {state:.1f} MB per sequence of {context} tokens (2 bytes an entry; states: 4 by default) |
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
