@@ -39,6 +39,7 @@ def test_sound_launches_pass(environment, found, asked):
     ("environment", "found", "asked", "message"),
     [
         (TORCHRUN, (1, "single"), (None, None), "the launcher started 2 processes but this one stands alone"),
+        (TORCHRUN, (2, "single"), (None, None), "the launcher started 2 processes but this one stands alone"),
         ({"MASTER_ADDR": "127.0.0.1"}, (1, "single"), (None, None), "asked for several processes and started one"),
         (
             {"ACCELERATE_USE_DEEPSPEED": "true"},
