@@ -8,6 +8,7 @@ that cannot be used, or training that had to stop; the line
 
 import argparse
 
+import torch
 from transformers.utils.logging import disable_progress_bar
 
 from triadic.launch import refuse
@@ -23,3 +24,6 @@ if __name__ == "__main__":
         train(load_config(args.config, args.settings))
     except (ValueError, TrainingError) as error:
         refuse(error)
+    finally:  # gloo's threads must not outlive the interpreter
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
