@@ -52,8 +52,10 @@ def _gradients(run, batch, others: list) -> list:
     with torch.random.fork_rng(), engine.micro_batch(run.accelerator, run.model, False):
         engine.backward(run.accelerator, run.model, run.model(**batch, use_cache=False).loss)
     gradients = [p.grad for p in run.bare.parameters() if p.grad is not None]
-    gradients = [(g.to_local() if isinstance(g, DTensor) else g).double().cpu() for g in gradients]
+    gradients = [(g.to_local() if isinstance(g, DTensor) else g).float().cpu() for g in gradients]
     run.optimizer.zero_grad()
     if not others:
-        return [g.float() for g in gradients]
-    return [((g - h).square().sum(), g.square().sum()) for g, h in zip(gradients, others, strict=True)]
+        return gradients
+    return [
+        ((g.double() - h).square().sum(), g.double().square().sum()) for g, h in zip(gradients, others, strict=True)
+    ]

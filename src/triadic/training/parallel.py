@@ -126,8 +126,7 @@ def check_launch(
 ) -> None:
     """Raise ValueError if `world_size` processes under `engine` are not what launcher and settings announced."""
     announced = environment.get("WORLD_SIZE")
-    several = announced is not None and int(announced) > 1
-    if announced is not None and (int(announced) != world_size or (several and engine == "single")):
+    if announced is not None and int(announced) != (1 if engine == "single" else world_size):
         raise ValueError(
             f"the launcher started {announced} processes but this one stands alone, so each would train by itself; "
             "on a CPU put ACCELERATE_USE_CPU=true before `accelerate launch --multi_gpu`"
