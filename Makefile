@@ -75,7 +75,7 @@ test: lint ## lint, import contracts, every test that needs neither minutes nor 
 	@echo "make test: everything passed"
 
 test-slow: $(INSTALLED) ## the tests that take minutes
-	pytest -m slow
+	pytest -m slow --timeout 3600
 
 test-gpu: $(INSTALLED) ## the tests that need a CUDA device
 	$(NEED_GPU)

@@ -1,12 +1,13 @@
 """A preparation that is killed, at any moment, and run again ends with the bytes of one that was left in peace."""
 
 import dataclasses
-import multiprocessing
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -25,70 +26,59 @@ SOURCES = {
 }
 
 
-def in_child(action) -> int:
-    """Run `action` in a forked process; returns its exit code."""
-    child = multiprocessing.get_context("fork").Process(target=action)
-    child.start()
-    child.join()
-    return child.exitcode
+@pytest.fixture(scope="module")
+def killed():
+    """killed(config, *how) -> the exit code of a child that prepares `config` and is killed as killed.py says."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("killed.py"))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
+    ) as server, tempfile.TemporaryDirectory() as folder:  # fmt: skip
+        settings = Path(folder) / "settings.yaml"
 
+        def ask(config: DataConfig, *how) -> int:
+            dump(config, settings)
+            print(json.dumps([str(settings), how]), file=server.stdin, flush=True)
+            return int(server.stdout.readline())
 
-def killed_at(config: DataConfig, count: int, late: bool) -> bool:
-    """Prepare in a child that is killed at its `count`-th rename, before or after it; False if it ends earlier."""
-
-    def action():
-        rename, calls = os.replace, iter(range(count))
-
-        def replace(*names):
-            last = next(calls, None) is None
-            if last and not late:
-                os.kill(os.getpid(), signal.SIGKILL)
-            rename(*names)
-            if last:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        os.replace = replace
-        prepare(config)
-
-    return in_child(action) == -signal.SIGKILL
+        yield ask
+        server.stdin.close()
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_killed_around_every_rename_in_turn(name, tmp_path, configure, plain):
+def test_killed_around_every_rename_in_turn(name, tmp_path, configure, plain, killed):
     """Kills after 0, 1, ... 8 renames in turn on the same output: its states are left and met again."""
     source = SOURCES[name] | {"part_characters": 2000}
     whole = prepare(configure(tmp_path / "whole", **source))
     config = configure(tmp_path / "out", **source)
     kills = 0
-    while killed_at(config, kills % 9, late=kills % 2 == 0):
+    while code := killed(config, "rename", kills % 9, kills % 2 == 0):
+        assert code == -signal.SIGKILL
         kills += 1
         assert kills < 100, "no progress"
     assert kills >= 5
     assert plain.files(tmp_path / "out") == plain.files(whole)
 
 
-def test_killed_at_each_rename_of_a_fresh_output(tmp_path, configure, plain):
+def test_killed_at_each_rename_of_a_fresh_output(tmp_path, configure, plain, killed):
     whole = prepare(configure(tmp_path / "whole", **SOURCES["jsonl"]))
     count = 0
-    while killed_at(config := configure(tmp_path / f"out{count}", **SOURCES["jsonl"]), count, late=False):
+    while code := killed(config := configure(tmp_path / f"out{count}", **SOURCES["jsonl"]), "rename", count, False):
+        assert code == -signal.SIGKILL
         prepare(config)
         assert plain.files(tmp_path / f"out{count}") == plain.files(whole), f"killed at rename {count}"
         count += 1
     assert count >= 15
 
 
-def test_killed_at_random_moments(tmp_path, configure, plain):
+def test_killed_at_random_moments(tmp_path, configure, plain, killed):
     started = time.perf_counter()
     whole = prepare(configure(tmp_path / "whole", part_characters=500, validation={"documents": 8}))
     duration = time.perf_counter() - started
     config = configure(tmp_path / "out", part_characters=500, validation={"documents": 8})
     draw = random.Random()
     for _ in range(6):
-        child = multiprocessing.get_context("fork").Process(target=prepare, args=(config,))
-        child.start()
-        child.join(draw.uniform(0, duration))
-        child.kill()
-        child.join()
+        killed(config, "seconds", draw.uniform(0.001, duration))
     prepare(config)
     assert plain.files(tmp_path / "out") == plain.files(whole)
 
@@ -126,7 +116,7 @@ def group_members(group: int) -> list[int]:
     return found
 
 
-def test_killed_while_training_the_tokenizer(tmp_path, plain):
+def test_killed_while_training_the_tokenizer(tmp_path, plain, killed):
     for i in range(30):
         (tmp_path / f"{i:02d}.txt").write_text(plain.texts(1, seed=i)[0] * 20)
     tree = {"workers": 1, "part_characters": 3000, "tokenizer": {"train": {"vocab_size": 330}}}
@@ -134,13 +124,7 @@ def test_killed_while_training_the_tokenizer(tmp_path, plain):
     whole = prepare(from_dict(DataConfig, tree | {"output": str(tmp_path / "whole")}))
     config = from_dict(DataConfig, tree | {"output": str(tmp_path / "out")})
 
-    def action():
-        from triadic.data import tokenizer
-
-        tokenizer.train = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        prepare(config)
-
-    assert in_child(action) == -signal.SIGKILL
-    assert killed_at(config, 1, late=False)
+    assert killed(config, "tokenizer") == -signal.SIGKILL
+    assert killed(config, "rename", 1, False) == -signal.SIGKILL
     prepare(config)
     assert plain.files(tmp_path / "out") == plain.files(whole)
