@@ -32,6 +32,22 @@ TOLERANCE = {
 TRITON_TOLERANCE = TOLERANCE | {torch.float32: 1e-4}
 
 
+@pytest.fixture(scope="session")
+def judge():
+    """judge(rows): asserts what the rows of triton_cases.py must show."""
+
+    def check(rows: list[dict]) -> None:
+        assert rows
+        for row in rows:
+            assert row["worst"] < TRITON_TOLERANCE[getattr(torch, row["dtype"])], row
+            assert row["absent"], f"a gradient is given for an absent input, or missing for one that is there: {row}"
+            assert row["repeatable"], f"two runs differ: {row}"
+            assert row["inference"], f"the output changes when nothing is kept for the backward: {row}"
+            assert row["isolated"], f"a document changes another one: {row}"
+
+    return check
+
+
 def relative_error(x, reference):
     """||x - reference|| / ||reference|| in float64; the norm itself where the reference is zero; inf for NaN."""
     x, reference = x.double(), reference.double()
@@ -110,11 +126,6 @@ def assert_close(results, reference, tolerance):
 @pytest.fixture(scope="session")
 def tolerance():
     return TOLERANCE
-
-
-@pytest.fixture(scope="session")
-def triton_tolerance():
-    return TRITON_TOLERANCE
 
 
 @pytest.fixture(scope="session")

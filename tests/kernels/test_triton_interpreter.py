@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 pytestmark = pytest.mark.triton
 
@@ -23,21 +22,11 @@ def interpret(*arguments):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def judge(rows, tolerance):
-    assert rows
-    for row in rows:
-        assert row["worst"] < tolerance[getattr(torch, row["dtype"])], row
-        assert row["absent"], f"a gradient is given for an absent input, or missing for one that is there: {row}"
-        assert row["repeatable"], f"two runs differ: {row}"
-        assert row["inference"], f"the output changes when nothing is kept for the backward: {row}"
-        assert row["isolated"], f"a document changes another one: {row}"
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_small_problems(dtype, triton_tolerance):
-    judge(interpret("small", "--dtypes", dtype), triton_tolerance)
+def test_small_problems(dtype, judge):
+    judge(interpret("small", "--dtypes", dtype))
 
 
 @pytest.mark.slow
-def test_large_heads_and_many_slices(triton_tolerance):
-    judge(interpret("slow"), triton_tolerance)
+def test_large_heads_and_many_slices(judge):
+    judge(interpret("slow"))
