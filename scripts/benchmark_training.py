@@ -8,6 +8,7 @@ import itertools
 import sys
 from pathlib import Path
 
+from triadic.group import leaving_group
 from triadic.launch import refuse
 from triadic.training.speed import LONG, Cell, run
 
@@ -34,9 +35,10 @@ if __name__ == "__main__":
         )
         for length, model in itertools.product(a.lengths, a.models)
     ]  # fmt: skip
-    try:
-        Path(a.out).parent.mkdir(parents=True, exist_ok=True)
-        command = " ".join(["python", *sys.argv]).replace(f" --out {a.out}", "")
-        run(cells, a.steps, a.seconds, Path(a.out), command)
-    except (ValueError, OSError) as error:
-        refuse(error)
+    with leaving_group():
+        try:
+            Path(a.out).parent.mkdir(parents=True, exist_ok=True)
+            command = " ".join(["python", *sys.argv]).replace(f" --out {a.out}", "")
+            run(cells, a.steps, a.seconds, Path(a.out), command)
+        except (ValueError, OSError) as error:
+            refuse(error)

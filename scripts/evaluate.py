@@ -6,6 +6,7 @@ from pathlib import Path
 
 from triadic import settings
 from triadic.evaluation import SuiteConfig, evaluate
+from triadic.group import leaving_group
 from triadic.launch import is_main, refuse
 
 SUITES = Path(__file__).resolve().parent.parent / "configs" / "eval"
@@ -19,11 +20,12 @@ if __name__ == "__main__":
     parser.add_argument("settings", nargs="*", metavar="a.b=value", help="settings of the suite to change")
     args = parser.parse_intermixed_args()
     path = args.suite if args.suite.endswith(".yaml") else SUITES / f"{args.suite}.yaml"
-    try:
-        suite = settings.load(SuiteConfig, path, args.settings)
-        results = evaluate(args.checkpoint, suite, args.output, overwrite=args.overwrite, command=" ".join(sys.argv))
-    except ValueError as error:
-        refuse(error)
+    with leaving_group():
+        try:
+            suite, command = settings.load(SuiteConfig, path, args.settings), " ".join(sys.argv)
+            results = evaluate(args.checkpoint, suite, args.output, overwrite=args.overwrite, command=command)
+        except ValueError as error:
+            refuse(error)
     if is_main():
         print((Path(args.output) / "results.md").read_text())
     sys.exit(0 if all(check["passed"] for check in results["checks"]) else 1)

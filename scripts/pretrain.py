@@ -8,9 +8,9 @@ that cannot be used, or training that had to stop; the line
 
 import argparse
 
-import torch
 from transformers.utils.logging import disable_progress_bar
 
+from triadic.group import leaving_group
 from triadic.launch import refuse
 from triadic.training import TrainingError, load_config, train
 
@@ -20,10 +20,8 @@ if __name__ == "__main__":
     parser.add_argument("settings", nargs="*", metavar="a.b=value", help="settings to change")
     args = parser.parse_intermixed_args()
     disable_progress_bar()  # transformers' own, one a checkpoint
-    try:
-        train(load_config(args.config, args.settings))
-    except (ValueError, TrainingError) as error:
-        refuse(error)
-    finally:  # gloo's threads must not outlive the interpreter
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    with leaving_group():
+        try:
+            train(load_config(args.config, args.settings))
+        except (ValueError, TrainingError) as error:
+            refuse(error)

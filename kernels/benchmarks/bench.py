@@ -151,6 +151,12 @@ def measure(impl, B, T, E, which, a):
     return row | (dict(kernels=kernels_ms(call)) if a.profile else {})
 
 
+def need_gpu():
+    """Exit with one sentence where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        sys.exit("error: this benchmark times kernels on a CUDA device, and torch sees none here; run it on a GPU")
+
+
 def header(commit):
     """What the result file says about where its numbers come from."""
     versions = {"python": sys.version.split()[0], "cuda": torch.version.cuda}
@@ -185,6 +191,7 @@ def main():
     parser.add_argument("--commit", help="where the repository's history is not at hand")
     parser.add_argument("--out", help="result file; default results/op_<gpu>_<date>.json beside this program")
     a = parser.parse_args()
+    need_gpu()
     result = header(a.commit) | dict(rows=[])
     gpu = result["gpu"].replace("NVIDIA ", "").replace(" ", "-").lower()
     path = Path(a.out or Path(__file__).parent / "results" / f"op_{gpu}_{result['date']}.json")

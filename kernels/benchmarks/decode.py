@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from bench import header, host_ms
-from triton.runtime.errors import OutOfResources
+from bench import header, host_ms, need_gpu
 
 ROTATE_BYTES = 1 << 30  # states of a graph, far beyond the L2 cache
 SHIPPED = {}  # the op's own choice of a tile
@@ -99,6 +98,8 @@ def choose(tile):
 
 def measure(impl, mixer, B, E, state, tile, a, copy):
     """One row of the result file."""
+    from triton.runtime.errors import OutOfResources
+
     row = dict(what="decode", impl=impl, mixer=mixer, H=a.H, K=a.D, V=a.D, E=E, B=B, T=a.T, state=state, tile=tile)
     try:
         dtype = getattr(torch, state)
@@ -133,6 +134,7 @@ def main():
     parser.add_argument("--commit", help="where the repository's history is not at hand")
     parser.add_argument("--out", help="result file; default results/decode_<gpu>_<date>.json beside this program")
     a = parser.parse_args()
+    need_gpu()
     copy = copy_tbps(a.repeats)
     result = header(a.commit) | dict(copy_tbps=round(copy, 3), rows=[])
     print(f"copy {copy:.3f} TB/s", flush=True)

@@ -77,7 +77,7 @@ class _Taps(torch.autograd.Function):
         y = x[:, :T] * taps[0]
         for w in range(1, len(taps)):
             y.addcmul_(x[:, w : w + T], taps[w])
-        return y
+        return y.detach()  # compiled by torch 2.11, a tensor that was changed in place would lose its gradient
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:

@@ -113,6 +113,13 @@ def test_the_table_stands_beside_the_papers(tmp_path, monkeypatch, capsys):
     assert written["models"]["ours"]["columns"] == compare.columns(one)
 
 
+def test_a_tiny_models_state_is_not_zero(tmp_path):
+    tiny = results()
+    tiny["checkpoint"] |= {"parameters": 21_000, "state_mb": {"4096": 0.012288, "65536": 0.196608}}
+    lines = compare.compare([write(tmp_path / "tiny", tiny)], tmp_path / "out").splitlines()
+    assert [cell.strip() for cell in lines[4].split("|")][2:5] == ["0.021", "0.012", "0.20"]
+
+
 def test_what_contradicts_or_is_missing_is_refused(tmp_path):
     one, two = write(tmp_path / "1", results()), write(tmp_path / "2", results(weights="other"))
     with pytest.raises(ValueError, match="two results of ours have different weights"):

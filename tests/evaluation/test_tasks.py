@@ -130,8 +130,12 @@ def test_what_is_missing_is_named(llama, local, pages, tmp_path, monkeypatch):
         evaluate(str(llama), suite(zeroshot={"metrics": {"boolq": "acc"}, "folder": str(tmp_path)}), tmp_path / "out")
     with pytest.raises(ValueError, match="names picka, which lm-eval does not ship"):
         evaluate(str(llama), suite(zeroshot={"metrics": {"picka": "acc"}}), tmp_path / "out")
-    with pytest.raises(ValueError, match="has no metric f1"):
-        evaluate(str(llama), suite(zeroshot={"metrics": {"piqa": "f1"}, "folder": str(local)}), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"piqa has no metric f1; set another .* in zeroshot.metrics: acc, acc_norm"):
+        evaluate(
+            str(llama), suite(zeroshot={"metrics": {"copa": "acc", "piqa": "f1"}, "folder": str(local)}),
+            tmp_path / "out",
+        )  # fmt: skip
+    assert not (tmp_path / "out").exists(), "no folder is claimed for what cannot be measured"
     with pytest.raises(ValueError, match=r"there is no file .*; give wikitext.path"):
         evaluate(str(llama), suite(wikitext={"path": str(tmp_path / "none.jsonl")}), tmp_path / "out2")
     long = {"path": str(pages)}
@@ -150,3 +154,6 @@ def test_what_is_missing_is_named(llama, local, pages, tmp_path, monkeypatch):
         ValueError, match=r"the data of piqa cannot be had .*; for local files give zeroshot.folder=FOLDER"
     ):
         evaluate(str(llama), suite(zeroshot={"metrics": {"piqa": "acc"}}), tmp_path / "out5")
+    with pytest.raises(ValueError, match=r"the data of nq cannot be had .*; for local files give recall.folder=FOLDER"):
+        evaluate(str(llama), suite(recall={"tasks": ["nq"]}), tmp_path / "out5")
+    assert not (tmp_path / "out5").exists()

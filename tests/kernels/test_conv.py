@@ -126,16 +126,16 @@ def test_gradcheck():
     assert torch.autograd.gradgradcheck(flat, tuple(x.values()))
 
 
-def test_compiles_without_breaks():
+def test_compiles_without_breaks(gradients, close, tolerance):
+    """Gradients too, which torch 2.11 drops where a custom function returns what it has changed in place."""
     x = tensors(N=2)
     cu_seqlens = torch.tensor([0, 5, 14])
 
     def layer(**inputs):
-        return causal_conv1d(**inputs, activation="silu", output_final_state=True, cu_seqlens=cu_seqlens)
+        return causal_conv1d(**inputs, activation="silu", cu_seqlens=cu_seqlens)
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for result, expected in zip(compiled(**x), layer(**x), strict=True):
-        torch.testing.assert_close(result, expected)
+    close(gradients(compiled, x), gradients(layer, x), tolerance[torch.float64])
 
 
 def test_no_state_is_returned_unless_asked():

@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from triadic.models import export as exporting
@@ -128,6 +129,22 @@ def test_contents(checkpoint, tmp_path):
     for file in out.glob("*.py"):
         compile(file.read_text(), file.name, "exec")
         assert not any(line.startswith(("from triadic", "import triadic")) for line in file.read_text().splitlines())
+
+
+@pytest.mark.parametrize("source", ["README", "card"])
+def test_examples_print_the_text_without_special_tokens(source, checkpoint, tmp_path, monkeypatch, capsys):
+    _, folder = checkpoint("gdn")
+    tokenizer = make_tokenizer(61)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save_pretrained(folder)
+    monkeypatch.chdir(tmp_path)
+    export(folder, tmp_path / "runs" / "demo" / "final")
+    text = (ROOT / "README.md" if source == "README" else tmp_path / "runs/demo/final/README.md").read_text()
+    lines = re.search("```python\n(.*?)```", text, re.DOTALL)[1]
+    exec(lines.replace('"final", trust_remote_code=True', '"runs/demo/final"'))
+    printed = capsys.readouterr().out
+    assert "w" in printed
+    assert "<" not in printed
 
 
 def test_the_code_files_are_complete():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from triadic.models import TriadicConfig, TriadicForCausalLM, state_bytes
+from triadic.models.accounting import figure
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "model"
 
@@ -103,3 +104,12 @@ def test_wider_context_changes_only_key_value_caches():
     assert state_bytes(load("triadic_gdn_400m_e8"), 10) == state_bytes(load("triadic_gdn_400m_e8"), 10**6)
     assert state_bytes(load("transformer_400m"), 2048) == 2 * state_bytes(load("transformer_400m"), 1024)
     assert state_bytes(load("gdn_400m"), 1, bytes_per_entry=4) == 2 * state_bytes(load("gdn_400m"), 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [(6.25, 1, "6.2"), (31.46, 0, "31"), (0, 1, "0.0"), (0.1, 1, "0.1"), (0.0625, 1, "0.062"), (0.5, 0, "0.50"),
+     (0.00002048, 0, "0.000020"), (-0.04, 1, "-0.040")],
+)  # fmt: skip
+def test_small_figures_keep_two_digits(value, digits, text):
+    assert figure(value, digits) == text

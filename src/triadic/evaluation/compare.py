@@ -9,6 +9,7 @@ from typing import Any
 from triadic.evaluation import figures
 from triadic.evaluation.journal import write_json
 from triadic.evaluation.report import table
+from triadic.models.accounting import figure
 
 PAPER = Path(__file__).parent / "paper_tables.json"
 COLUMNS = {  # column of paper_tables.json -> (heading, digits)
@@ -119,4 +120,4 @@ def _same(known: Any, value: Any, name: str, what: str) -> None:
 
 def _cell(values: dict[str, Any], column: str) -> str:
     value = values.get(column)
-    return "" if value is None else value if isinstance(value, str) else f"{value:.{COLUMNS[column][1]}f}"
+    return "" if value is None else value if isinstance(value, str) else figure(value, COLUMNS[column][1])

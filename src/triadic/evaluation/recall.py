@@ -18,7 +18,7 @@ from triadic import settings
 from triadic.evaluation.config import RecallConfig
 from triadic.evaluation.documents import file_hash, local_file
 from triadic.evaluation.harness import run_task
-from triadic.evaluation.recall_tasks import TASKS, contains
+from triadic.evaluation.recall_tasks import TASKS, contains, read
 
 if TYPE_CHECKING:
     from triadic.evaluation.suite import Context
@@ -28,7 +28,7 @@ NEW_TOKENS = 48
 
 
 def check(context: "Context", config: RecallConfig) -> dict[str, str]:
-    """Raise ValueError for unknown tasks, missing local files, and texts longer than the model takes."""
+    """Raise ValueError for unknown tasks, data that cannot be had, and texts longer than the model takes."""
     unknown = [task for task in config.tasks if task not in TASKS]
     if unknown:
         raise ValueError(f"recall.tasks names {', '.join(unknown)}; the recall tasks are {', '.join(TASKS)}")
@@ -38,9 +38,12 @@ def check(context: "Context", config: RecallConfig) -> dict[str, str]:
             f"recall.context_length is {config.context_length}, but {context.checkpoint.name} takes at most {limit} "
             "tokens; lower it, or raise model.max_length if the model can extrapolate"
         )
-    if config.folder is None:
-        return {}  # the prompts' hashes are in the rows
-    return {task: file_hash(local_file(config.folder, task, "recall.folder")) for task in config.tasks}
+    hashes = {}  # the hub's data: the prompts' hashes are in the rows
+    if config.folder is not None:
+        hashes = {task: file_hash(local_file(config.folder, task, "recall.folder")) for task in config.tasks}
+    for task in config.tasks:
+        next(read(task, config.folder, config.nq), None)
+    return hashes
 
 
 def measure(context: "Context", config: RecallConfig) -> list[dict[str, Any]]:

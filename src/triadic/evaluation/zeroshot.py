@@ -1,9 +1,11 @@
 """Zero-shot tasks of lm-eval, from the hub or from local files, and their unweighted mean."""
 
+import contextlib
 import functools
 import json
 import statistics
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +27,28 @@ def stock_tasks() -> TaskManager:
 
 
 def check(context: "Context", config: ZeroshotConfig) -> dict[str, str]:
-    """Raise ValueError for tasks that lm-eval does not ship, and for missing local files."""
+    """Raise ValueError for tasks and metrics that lm-eval does not ship, and for data that cannot be had."""
     unknown = [task for task in config.metrics if task not in stock_tasks().all_subtasks]
     if unknown:
         raise ValueError(f"zeroshot.metrics names {', '.join(unknown)}, which lm-eval does not ship")
-    if config.folder is None:
-        return {}  # the hub's data, under the task's version
-    return {task: file_hash(local_file(config.folder, task, "zeroshot.folder")) for task in config.metrics}
+    hashes = {}  # the hub's data go under the task's version
+    if config.folder is not None:
+        hashes = {task: file_hash(local_file(config.folder, task, "zeroshot.folder")) for task in config.metrics}
+    for task, metric in config.metrics.items():
+        known = metrics(task, config)
+        if metric not in known:
+            raise ValueError(
+                f"the task {task} has no metric {metric}; set another one in zeroshot.metrics: {', '.join(known)}"
+            )
+    return hashes
+
+
+def metrics(task: str, config: ZeroshotConfig) -> list[str]:
+    """What a task measures; raises ValueError if its data cannot be had."""
+    with _source(task, config) as name:
+        (chosen,) = stock_tasks().load([name])["tasks"].values()
+    filters = [option["name"] for option in chosen.get_config("filter_list") or [{"name": "none"}]]
+    return list(chosen.aggregation()) if "none" in filters else []
 
 
 def measure(context: "Context", config: ZeroshotConfig) -> list[dict[str, Any]]:
@@ -48,24 +65,12 @@ def measure(context: "Context", config: ZeroshotConfig) -> list[dict[str, Any]]:
 def score(lm: LM, task: str, metric: str, config: ZeroshotConfig) -> dict[str, Any] | None:
     """Run one task on any lm-eval model; None in all processes but the first.
 
-    Raises ValueError if its data cannot be had, or it has no such metric.
+    Raises ValueError if its data cannot be had.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        name = task
-        if config.folder is not None:
-            name = _overlay(Path(folder), task, local_file(config.folder, task, "zeroshot.folder"))
-        try:
-            found = run_task(lm, name, stock_tasks(), config.samples)
-        except (OSError, KeyError) as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(
-                f"the data of {task} cannot be had ({reason}); for local files give zeroshot.folder=FOLDER "
-                f"with {task}.jsonl or {task}.parquet in it, in the data set's own columns"
-            ) from error
+    with _source(task, config) as name:
+        found = run_task(lm, name, stock_tasks(), config.samples)
     if found is None:
         return None
-    if f"{metric},none" not in found["results"][task]:
-        raise ValueError(f"the task {task} has no metric {metric}; set another one in zeroshot.metrics")
     scores = [float(sample[metric]) for sample in found["samples"][task]]
     return {
         "metric": metric,
@@ -76,6 +81,23 @@ def score(lm: LM, task: str, metric: str, config: ZeroshotConfig) -> dict[str, A
         "task_version": found["versions"][task],
         "local_files": config.folder is not None,
     }
+
+
+@contextlib.contextmanager
+def _source(task: str, config: ZeroshotConfig) -> Iterator[str]:
+    """What lm-eval reads the task from: its name, or a task file for the local data. Says so if these cannot be had."""
+    with tempfile.TemporaryDirectory() as folder:
+        name = task
+        if config.folder is not None:
+            name = _overlay(Path(folder), task, local_file(config.folder, task, "zeroshot.folder"))
+        try:
+            yield name
+        except (OSError, KeyError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"the data of {task} cannot be had ({reason}); for local files give zeroshot.folder=FOLDER "
+                f"with {task}.jsonl or {task}.parquet in it, in the data set's own columns"
+            ) from error
 
 
 def _overlay(folder: Path, task: str, file: Path) -> str:

@@ -1,5 +1,7 @@
 """What a model costs by its config alone: parameters, training FLOPs per token, memory that decoding keeps."""
 
+import math
+
 import torch
 
 from .mixers import MIXERS
@@ -32,3 +34,10 @@ def state_bytes(config, context_length, bytes_per_entry=2):
     """
     entries = sum(MIXERS[layer_type].state_entries(config, context_length) for layer_type in config.layer_types)
     return entries * bytes_per_entry
+
+
+def figure(value, digits):
+    """`value` in so many decimal places; where that is zero, in two digits that count."""
+    if value and abs(value) < 10**-digits:
+        digits = 1 - math.floor(math.log10(abs(value)))
+    return f"{value:.{digits}f}"

@@ -63,7 +63,7 @@ class _Exchange(torch.autograd.Function):
         ctx.group = group
         y = torch.empty_like(x)
         dist.all_to_all_single(y, x, group=group)
-        return y
+        return y.detach()  # compiled by torch 2.11, a tensor that was changed in place would lose its gradient
 
     @staticmethod
     def backward(ctx, dy):

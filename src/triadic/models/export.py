@@ -11,7 +11,7 @@ from pathlib import Path
 import triadic_kernels
 from transformers import GenerationConfig
 
-from .accounting import count_parameters, state_bytes
+from .accounting import count_parameters, figure, state_bytes
 from .loading import load_tokenizer, load_weights, writing
 from .modeling_triadic import TriadicForCausalLM
 
@@ -109,8 +109,8 @@ def model_card(config, name):
         name=name,
         layers=layers,
         linear=linear if "linear_attention" in kinds else "",
-        parameters=count_parameters(config)[0] / 1e6,
-        state=state_bytes(config, context) / 1e6,
+        parameters=figure(count_parameters(config)[0] / 1e6, 1),
+        state=figure(state_bytes(config, context) / 1e6, 1),
         context=context,
         vocab=config.vocab_size,
     )
@@ -131,10 +131,10 @@ and value and read by query and second query (Sieberling et al., *Triadic Linear
 
 | | |
 |---|---|
-| Parameters | {parameters:.1f} M |
+| Parameters | {parameters} M |
 | Layers | {layers} |
 {linear}| Vocabulary | {vocab} |
-| Memory of decoding | {state:.1f} MB per sequence of {context} tokens (2 bytes an entry; states: 4 by default) |
+| Memory of decoding | {state} MB per sequence of {context} tokens (2 bytes an entry; states: 4 by default) |
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -142,7 +142,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 inputs = tokenizer("The state of the union", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0], skip_special_tokens=True))
 ```
 
 `trust_remote_code` runs the code in this folder, which needs torch and transformers alone. With the package `triadic`

@@ -1,0 +1,45 @@
+"""How a program that a launcher has started several times over ends."""
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+
+import torch.distributed
+
+
+@contextlib.contextmanager
+def leaving_group() -> Iterator[None]:
+    """Around all that a program does: leave the process group at its end, whose threads must not outlive Python's.
+
+    Leaving waits for what this process has sent, and with NCCL for the other processes. Where this one fails, they may
+    stand in a collective that it never enters. So it then says what Python would say and ends at once: its launcher
+    ends the others.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not _grouped():
+            raise
+        code = _told(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    if _grouped():
+        torch.distributed.destroy_process_group()
+
+
+def _grouped() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _told(error: BaseException) -> int:
+    """Print what Python prints of an error that nothing catches; the exit code it ends with."""
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+        return 1
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1
