@@ -17,8 +17,8 @@ from .dispatch import CALL
 CHUNK = 64
 
 _latest = {}  # (device, stream) -> (weak reference to cu_seqlens, its address and version, T, tables), the last there
-_batches = {}  # (B, T, device) -> tables of the last MANY batch shapes
-_captured = {}  # the same of those that a CUDA graph reads, which must outlive it
+_batches = {}  # (B, T, (device, stream)) -> tables of the last MANY batch shapes; another stream might read them early
+_captured = {}  # (B, T, device) -> those that a CUDA graph reads, which must outlive it
 MANY = 128
 
 
@@ -37,7 +37,7 @@ def tables(B: int, T: int, cu_seqlens, device):
         return _equal(B, T, device)
     if not _remembered(cu_seqlens):
         return _build(cu_seqlens.long(), count(B, T, cu_seqlens.numel() - 1, True))
-    place = device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    place = _place(device)
     state = cu_seqlens.data_ptr(), cu_seqlens._version, T
     reference, known, made = _latest.get(place, (lambda: None, None, None))
     if reference() is not cu_seqlens or known != state:
@@ -54,6 +54,11 @@ def _remembered(cu_seqlens) -> bool:
     return CALL.direct and not inference and not _capturing(cu_seqlens.device)
 
 
+def _place(device):
+    """The device and the stream on it that work is queued on."""
+    return device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
 def _capturing(device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
@@ -64,20 +69,26 @@ def tables_like(N: int, NC: int, device):
 
 
 def _equal(B, T, device):
-    """Tables of a batch, built once. A CUDA graph keeps those it found for good, and what it builds itself, which only
-    a replay fills, is its own.
+    """Tables of a batch, built once on each stream. A CUDA graph keeps those it found, of any stream, for good; what it
+    builds itself, which only a replay fills, is its own.
     """
-    key, capturing = (B, T, device), _capturing(device)
-    made = _captured.get(key) or _batches.get(key)
+    if _capturing(device):
+        known = [made for (*shape, place), made in _batches.items() if shape == [B, T] and place[0] == device]
+        if known:
+            _captured.setdefault((B, T, device), known[0])
+        return _captured.get((B, T, device)) or _build_equal(B, T, device)
+    key = B, T, _place(device)
+    made = _captured.get((B, T, device)) or _batches.get(key)
     if made is None:
-        made = _build(torch.arange(B + 1, device=device) * T, count(B, T, B, False))
-        if not capturing:
-            if len(_batches) == MANY:
-                _batches.pop(next(iter(_batches)), None)
-            _batches[key] = made
-    elif capturing:
-        _captured[key] = made
+        made = _build_equal(B, T, device)
+        if len(_batches) == MANY:
+            _batches.pop(next(iter(_batches)), None)
+        _batches[key] = made
     return made
+
+
+def _build_equal(B, T, device):
+    return _build(torch.arange(B + 1, device=device) * T, count(B, T, B, False))
 
 
 def _build(cu, NC):

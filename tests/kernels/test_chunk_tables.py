@@ -59,3 +59,16 @@ def test_a_cuda_graph_keeps_the_tables_it_read(monkeypatch):
         chunks.tables(1, length, None, CPU)
     assert len(chunks._batches) == chunks.MANY
     assert chunks.tables(2, 70, None, CPU) is warm
+
+
+def test_a_stream_reads_no_tables_that_another_may_still_be_filling(monkeypatch):
+    stream = ["first"]
+    monkeypatch.setattr(chunks, "_place", lambda device: (device, stream[0]))
+    made = {name: (stream.__setitem__(0, name), chunks.tables(2, 70, None, CPU))[1] for name in ("first", "second")}
+    assert made["first"] is not made["second"]
+    for name, tables in made.items():
+        stream[0] = name
+        assert chunks.tables(2, 70, None, CPU) is tables
+    stream[0] = "a graph's"
+    monkeypatch.setattr(chunks, "_capturing", lambda device: True)
+    assert chunks.tables(2, 70, None, CPU) is made["first"]
