@@ -151,12 +151,23 @@ def test_few_pairs_first_leave_the_plateau_where_all_at_once_stay():
     assert stuck["value"] < 0.1
 
 
+def test_a_matched_start_has_the_same_queries_as_keys_and_learns_all_pairs_at_once():
+    for matched in (False, True):
+        torch.manual_seed(0)
+        for layer in mqar.MqarModel(dataclasses.replace(TINY, matched_start=matched)).decoder.layers:
+            q, k, v, q2, k2 = layer.mixer.in_proj_qkv.weight.split([8] * 5)  # two heads of 4, and of 4 slices
+            assert torch.equal(q, k) == torch.equal(q2, k2) == matched
+            assert not torch.equal(v, k)
+    assert learns(0, 100, growth_steps=0, matched_start=True)[0]["value"] > 0.5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_every_seed_leaves_the_plateau(seed):
     row, _ = learns(seed, 200)
     assert row["left"] < 130
     assert row["value"] > 0.5
+    assert learns(seed, 100, matched_start=True)[0]["value"] > 0.8
     assert learns(seed, 200, growth_steps=0)[0]["value"] < 0.2
 
 
@@ -198,9 +209,10 @@ def test_summary_gives_capacity_and_gain_for_each_e():
 
 
 def test_a_larger_state_recalls_more():
-    """Trained alike on eight pairs, four slices of 4 x 4 in two heads hold them and one slice does not."""
-    large = mqar.train(dataclasses.replace(TINY, steps=170))["value"]
-    small = mqar.train(dataclasses.replace(TINY, steps=170, slices=1))["value"]
+    """Trained alike on twelve pairs, four slices of 4 x 4 in two heads hold them and one slice does not."""
+    task = dataclasses.replace(TINY, pairs=12, steps=70, growth_steps=0, matched_start=True)
+    large = mqar.train(task)["value"]
+    small = mqar.train(dataclasses.replace(task, slices=1))["value"]
     assert large > 0.8
     assert small < 0.65
 

@@ -9,7 +9,8 @@ The model is the decoder of triadic.models with the plain third-order recurrence
 convolution, activation, L2 norm, gate or delta rule; E = 1 keeps its second projections. Queries never write.
 
 Training starts on a plateau, loss = log(values), that many pairs hold it on for long: the right value is one of N in
-the read-out. `growth_from` starts with few pairs and doubles them once the model tells those apart.
+the read-out, and random queries do not resemble their keys. `growth_steps` starts with few pairs and doubles them once
+the model tells those apart; `matched_start` starts with query projections that are copies of the key projections.
 """
 
 import dataclasses
@@ -58,6 +59,7 @@ class MqarConfig:
     weight_decay: float = 0.1  # of matrices
     growth_from: int = 2  # with growth_steps: N begins here until the loss is below log(growth_from), less than naming
     growth_steps: int = 0  # any value of the sequence gives; then it doubles, evenly over these steps, until `pairs`
+    matched_start: bool = False  # q = k and q2 = k2 before the first step; the paper draws each for itself
     max_sequences: int = 4096  # in a step: short ones, of few pairs, cost as much as longer ones
     test_sequences: int = 3000
     precision: Literal["bf16", "fp32"] = "bf16"  # bf16: autocast over fp32 weights
@@ -116,6 +118,13 @@ class ReadOnlyQueries(TriadicLinearAttention):
         heads = self.config.linear_num_value_heads
         return decay, writes[None, :, None].expand(batch, length, heads), output_gate
 
+    @torch.no_grad()
+    def match(self):
+        """Make the query projections copies of the key projections."""
+        q, k, _, q2, k2 = self.in_proj_qkv.weight.split(self.qkv_sizes)
+        q.copy_(k)
+        q2.copy_(k2)
+
 
 class MqarModel(nn.Module):
     """Embeddings of half the width, the decoder, and an untied head over the vocabulary."""
@@ -132,6 +141,9 @@ class MqarModel(nn.Module):
         self.head = LanguageModelHead(config.hidden_size, decoder_config.vocab_size, bias=False)
         for weight in (self.decoder.get_input_embeddings().weight, self.head.weight):
             nn.init.normal_(weight, std=decoder_config.initializer_range)
+        if config.matched_start:
+            for layer in self.decoder.layers:
+                layer.mixer.match()
 
     def forward(self, keys, values, queries):
         """Hidden states [B, N, D] at the queries [B, N] to keys and values [B, N], all token ids."""
