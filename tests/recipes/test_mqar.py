@@ -20,7 +20,11 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "figure1_mqar"
 TINY = mqar.MqarConfig(
     pairs=8, slices=4, keys=32, values=32, embedding_size=32, hidden_size=64, intermediate_size=64, heads=2,
     head_dim=4, steps=140, tokens_per_step=1024, learning_rate=5e-3, warmup_steps=20, test_sequences=100,
-    precision="fp32", growth_from=2, growth_steps=46,
+    precision="fp32", growth_from=2, growth_steps=16,
+)  # fmt: skip
+ESCAPE = dataclasses.replace(  # from pairs=16 on it stays on the plateau for long
+    TINY, pairs=16, keys=32, values=32, embedding_size=16, hidden_size=32, intermediate_size=32, heads=4,
+    tokens_per_step=512, warmup_steps=10, growth_steps=30, max_sequences=64,
 )  # fmt: skip
 
 
@@ -119,11 +123,61 @@ def test_loss_and_accuracy_span_the_whole_vocabulary(model):
     torch.testing.assert_close(model.loss(*batch), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_n_grows_by_doubling():
+def test_n_grows_by_doubling_once_the_plateau_is_left():
     config = dataclasses.replace(TINY, pairs=16, growth_from=2, growth_steps=30)
-    assert [mqar.pairs_at(config, step) for step in (0, 9, 10, 19, 20, 29, 30, 99)] == [2, 2, 4, 4, 8, 8, 16, 16]
-    constant = dataclasses.replace(config, growth_steps=0)
-    assert {mqar.pairs_at(constant, step) for step in range(50)} == {16}
+    assert {mqar.pairs_at(config, step, None) for step in range(TINY.steps)} == {2}
+    assert [mqar.pairs_at(config, step, 50) for step in (50, 59, 60, 69, 70, 99)] == [4, 4, 8, 8, 16, 16]
+    odd = dataclasses.replace(config, pairs=12)
+    assert [mqar.pairs_at(odd, step, 0) for step in (0, 10, 20, 30)] == [4, 8, 12, 12]
+    for constant in (dataclasses.replace(config, growth_steps=0), dataclasses.replace(config, pairs=2)):
+        assert {mqar.pairs_at(constant, step, left) for step in range(50) for left in (None, 0)} == {constant.pairs}
+
+
+def learns(seed, steps, **changes):
+    """A row of ESCAPE, and N and loss of each twentieth of its steps."""
+    log = []
+    return mqar.train(dataclasses.replace(ESCAPE, seed=seed, steps=steps, **changes), on_log=log.append), log
+
+
+def test_few_pairs_first_leave_the_plateau_where_all_at_once_stay():
+    row, log = learns(0, 100)
+    assert row["left"] < 100
+    assert row["value"] > 0.25
+    assert {entry["pairs"] for entry in log if entry["step"] <= row["left"]} == {2}
+    assert log[-1]["pairs"] == 16
+    assert all(entry["loss"] > math.log(2) for entry in log if entry["step"] < row["left"])
+    stuck, _ = learns(0, 100, growth_steps=0)
+    assert stuck["left"] is None
+    assert stuck["value"] < 0.1
+
+
+def test_a_matched_start_has_the_same_queries_as_keys_and_learns_all_pairs_at_once():
+    for matched in (False, True):
+        torch.manual_seed(0)
+        for layer in mqar.MqarModel(dataclasses.replace(TINY, matched_start=matched)).decoder.layers:
+            q, k, v, q2, k2 = layer.mixer.in_proj_qkv.weight.split([8] * 5)  # two heads of 4, and of 4 slices
+            assert torch.equal(q, k) == torch.equal(q2, k2) == matched
+            assert not torch.equal(v, k)
+    assert learns(0, 100, growth_steps=0, matched_start=True)[0]["value"] > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_every_seed_leaves_the_plateau(seed):
+    row, _ = learns(seed, 200)
+    assert row["left"] < 130
+    assert row["value"] > 0.5
+    assert learns(seed, 100, matched_start=True)[0]["value"] > 0.8
+    assert learns(seed, 200, growth_steps=0)[0]["value"] < 0.2
+
+
+def test_short_sequences_are_not_more_than_allowed(monkeypatch):
+    drawn = []
+    original = mqar.draw
+    monkeypatch.setattr(mqar, "draw", lambda *a: drawn.append(a[1:3]) or original(*a))
+    row, _ = learns(0, 2, max_sequences=50, test_sequences=1)
+    assert drawn[:2] == [(2, 50)] * 2
+    assert row["tokens"] == 2 * 50 * 4
 
 
 def test_learning_rate_warms_up_and_ends_at_zero():
@@ -155,9 +209,10 @@ def test_summary_gives_capacity_and_gain_for_each_e():
 
 
 def test_a_larger_state_recalls_more():
-    """Trained alike on eight pairs, four slices of 4 x 4 in two heads hold them and one slice does not."""
-    large = mqar.train(TINY)["value"]
-    small = mqar.train(dataclasses.replace(TINY, slices=1))["value"]
+    """Trained alike on twelve pairs, four slices of 4 x 4 in two heads hold them and one slice does not."""
+    task = dataclasses.replace(TINY, pairs=12, steps=70, growth_steps=0, matched_start=True)
+    large = mqar.train(task)["value"]
+    small = mqar.train(dataclasses.replace(task, slices=1))["value"]
     assert large > 0.8
     assert small < 0.65
 
@@ -226,6 +281,7 @@ def test_grids_load(scale, program):
         ({"hidden_size": 100}, "twice embedding_size"),
         ({"pairs": 33}, "must not exceed keys"),
         ({"tokens_per_step": 15}, "at least one sequence of 16"),
+        ({"growth_from": 1}, "growth_from \\(1\\) must be at least 2"),
     ],
 )
 def test_impossible_tasks_are_refused(changes, message):

@@ -7,6 +7,10 @@ accuracy the share of queries whose most probable token is the value that stood 
 
 The model is the decoder of triadic.models with the plain third-order recurrence S_e <- S_e + k2_e k v^T: no
 convolution, activation, L2 norm, gate or delta rule; E = 1 keeps its second projections. Queries never write.
+
+Training starts on a plateau, loss = log(values), that many pairs hold it on for long: the right value is one of N in
+the read-out, and random queries do not resemble their keys. `growth_steps` starts with few pairs and doubles them once
+the model tells those apart; `matched_start` starts with query projections that are copies of the key projections.
 """
 
 import dataclasses
@@ -53,8 +57,10 @@ class MqarConfig:
     learning_rate: float = 1e-3
     warmup_steps: int = 0
     weight_decay: float = 0.1  # of matrices
-    growth_from: int = 32  # with growth_steps: N begins here and doubles, evenly over these steps, until it is `pairs`
-    growth_steps: int = 0
+    growth_from: int = 2  # with growth_steps: N begins here until the loss is below log(growth_from), less than naming
+    growth_steps: int = 0  # any value of the sequence gives; then it doubles, evenly over these steps, until `pairs`
+    matched_start: bool = False  # q = k and q2 = k2 before the first step; the paper draws each for itself
+    max_sequences: int = 4096  # in a step: short ones, of few pairs, cost as much as longer ones
     test_sequences: int = 3000
     precision: Literal["bf16", "fp32"] = "bf16"  # bf16: autocast over fp32 weights
 
@@ -71,6 +77,10 @@ class MqarConfig:
         if self.tokens_per_step < 2 * self.pairs:
             raise ValueError(
                 f"tokens_per_step ({self.tokens_per_step}) must hold at least one sequence of {2 * self.pairs} tokens"
+            )
+        if self.growth_steps and self.growth_from < 2:
+            raise ValueError(
+                f"growth_from ({self.growth_from}) must be at least 2: of a single pair the loss is never below log 1"
             )
 
 
@@ -108,6 +118,13 @@ class ReadOnlyQueries(TriadicLinearAttention):
         heads = self.config.linear_num_value_heads
         return decay, writes[None, :, None].expand(batch, length, heads), output_gate
 
+    @torch.no_grad()
+    def match(self):
+        """Make the query projections copies of the key projections."""
+        q, k, _, q2, k2 = self.in_proj_qkv.weight.split(self.qkv_sizes)
+        q.copy_(k)
+        q2.copy_(k2)
+
 
 class MqarModel(nn.Module):
     """Embeddings of half the width, the decoder, and an untied head over the vocabulary."""
@@ -124,6 +141,9 @@ class MqarModel(nn.Module):
         self.head = LanguageModelHead(config.hidden_size, decoder_config.vocab_size, bias=False)
         for weight in (self.decoder.get_input_embeddings().weight, self.head.weight):
             nn.init.normal_(weight, std=decoder_config.initializer_range)
+        if config.matched_start:
+            for layer in self.decoder.layers:
+                layer.mixer.match()
 
     def forward(self, keys, values, queries):
         """Hidden states [B, N, D] at the queries [B, N] to keys and values [B, N], all token ids."""
@@ -153,12 +173,18 @@ def draw(config: MqarConfig, pairs: int, sequences: int, generator: torch.Genera
     return keys, values, keys.gather(1, order), values.gather(1, order)
 
 
-def pairs_at(config: MqarConfig, step: int) -> int:
-    """N of a training step: constant, or doubling from growth_from over the first growth_steps."""
-    doublings = max(0, math.ceil(math.log2(config.pairs / config.growth_from)))
-    if step >= config.growth_steps or not doublings:
+def pairs_at(config: MqarConfig, step: int, left: int | None) -> int:
+    """N of a training step, if the plateau was `left` at an earlier one (None: not yet).
+
+    Constant, or growth_from on the plateau and doubling over the growth_steps after it.
+    """
+    if not config.growth_steps or config.pairs <= config.growth_from:
         return config.pairs
-    return min(config.pairs, config.growth_from * 2 ** (step * doublings // config.growth_steps))
+    if left is None:
+        return config.growth_from
+    doublings = math.ceil(math.log2(config.pairs / config.growth_from))
+    done = 1 + (step - left) * doublings // config.growth_steps
+    return min(config.pairs, config.growth_from * 2 ** min(done, doublings))
 
 
 def learning_rate_factor(config: MqarConfig, step: int) -> float:
@@ -189,6 +215,7 @@ def train(
 ) -> dict[str, Any]:
     """Train one model and measure it: {"N", "E", "seed", "value": accuracy, "loss": last, "seconds", ...}.
 
+    "left" is the step after which the loss was first below log N of that step's N, None if it never was.
     `on_log` receives {"step", "pairs", "loss"} twenty times.
     """
     device = torch.device(device)
@@ -197,10 +224,10 @@ def train(
     optimizer = torch.optim.AdamW(_groups(model, config), lr=config.learning_rate, betas=(0.9, 0.999))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(config, step))
     generator = torch.Generator(device).manual_seed(config.seed)
-    start, tokens = time.perf_counter(), 0
+    start, tokens, left = time.perf_counter(), 0, None
     for step in range(config.steps):
-        pairs = pairs_at(config, step)
-        sequences = config.tokens_per_step // (2 * pairs)
+        pairs = pairs_at(config, step, left)
+        sequences = min(config.tokens_per_step // (2 * pairs), config.max_sequences)
         batch = draw(config, pairs, sequences, generator)
         with _autocast(config, device):
             loss = model.loss(*batch)
@@ -209,6 +236,8 @@ def train(
         optimizer.step()
         schedule.step()
         tokens += sequences * 2 * pairs
+        if left is None and loss.item() < math.log(pairs):
+            left = step + 1
         if on_log and (step + 1) % max(1, config.steps // 20) == 0:
             on_log({"step": step + 1, "pairs": pairs, "loss": loss.item()})
     return {
@@ -218,6 +247,7 @@ def train(
         "seed": config.seed,
         "value": measure_accuracy(model, config, device),
         "loss": loss.item(),
+        "left": left,
         "steps": config.steps,
         "tokens": tokens,
         "seconds": round(time.perf_counter() - start, 1),
