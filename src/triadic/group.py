@@ -3,7 +3,6 @@
 import contextlib
 import os
 import sys
-import traceback
 from collections.abc import Iterator
 
 import torch.distributed
@@ -22,10 +21,13 @@ def leaving_group() -> Iterator[None]:
     except BaseException as error:
         if not _grouped():
             raise
-        code = _told(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        code = 1
+        try:  # the streams may be closed already
+            code = _told(error)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
     if _grouped():
         torch.distributed.destroy_process_group()
 
@@ -37,7 +39,7 @@ def _grouped() -> bool:
 def _told(error: BaseException) -> int:
     """Print what Python prints of an error that nothing catches; the exit code it ends with."""
     if not isinstance(error, SystemExit):
-        traceback.print_exception(error)
+        sys.excepthook(type(error), error, error.__traceback__)  # torch's, which names the rank
         return 1
     if error.code is None or isinstance(error.code, int):
         return error.code or 0

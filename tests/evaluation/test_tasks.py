@@ -12,7 +12,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from triadic import settings
-from triadic.evaluation import config, evaluate, wikitext, zeroshot
+from triadic.evaluation import config, evaluate, recall, wikitext, zeroshot
 from triadic.evaluation.harness import TriadicLM, run_task
 from triadic.evaluation.journal import Journal
 from triadic.evaluation.loading import load_checkpoint
@@ -146,6 +146,19 @@ def test_what_is_missing_is_named(llama, local, pages, tmp_path, monkeypatch):
         raise ConnectionError("no network")
 
     monkeypatch.setattr("datasets.load_dataset", offline)
+    row = {"value": 0.5, "se": None, "samples": 1, "cut": 0, "data": "hub", "context_length": 9, "centre": "answer"}
+    done = {"zeroshot": {"metrics": {"piqa": "acc"}}, "recall": {"tasks": ["nq"]}}
+    with monkeypatch.context() as online:  # a finished evaluation needs its data no more
+        online.setattr(zeroshot, "metrics", lambda *_: ["acc"])
+        online.setattr(zeroshot, "score", lambda *_: row | {"metric": "acc", "task": "piqa"})
+        online.setattr(recall, "read", lambda *_: iter(()))
+        online.setattr(recall, "score", lambda *_: row | {"metric": "contains", "task": "nq"})
+        first = evaluate(str(llama), suite(**done), tmp_path / "out6")
+    again = evaluate(str(llama), suite(**done), tmp_path / "out6")
+    assert again["rows"] == first["rows"]
+    with pytest.raises(ValueError, match="the data of piqa cannot be had"):
+        evaluate(str(llama), suite(**done), tmp_path / "out6", overwrite=True)
+    assert (tmp_path / "out6" / "steps" / "piqa.json").is_file(), "nothing is forgotten for what cannot be measured"
     with pytest.raises(
         ValueError, match=r"WikiText-2 cannot be had \(no network\); for a local copy give wikitext.path"
     ):

@@ -282,6 +282,8 @@ def test_grids_load(scale, program):
         ({"pairs": 33}, "must not exceed keys"),
         ({"tokens_per_step": 15}, "at least one sequence of 16"),
         ({"growth_from": 1}, "growth_from \\(1\\) must be at least 2"),
+        ({"growth_steps": -1}, "growth_steps \\(-1\\) must not be negative"),
+        ({"max_sequences": 0}, "max_sequences \\(0\\) at least 1"),
     ],
 )
 def test_impossible_tasks_are_refused(changes, message):

@@ -67,6 +67,7 @@ def one_process():
 def test_it_says_what_python_would(error, code, last, one_process, monkeypatch, capsys):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
     with group.leaving_group():
         raise error
@@ -74,6 +75,30 @@ def test_it_says_what_python_would(error, code, last, one_process, monkeypatch, 
     assert ended == [code]
     assert (told[-1] if told else "") == last
     assert (told[:1] == ["Traceback (most recent call last):"]) == isinstance(error, RuntimeError)
+
+
+def test_an_error_is_told_by_the_hook_that_names_the_rank(one_process, monkeypatch, capsys):
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: print(f"[rank0]: {error}", file=sys.stderr))
+    with group.leaving_group():
+        raise RuntimeError("out of memory")
+    assert capsys.readouterr().err == "[rank0]: out of memory\n"
+
+
+def test_it_ends_although_nobody_reads_what_it_says(one_process, monkeypatch):
+    class Closed:
+        def write(self, text):
+            raise BrokenPipeError
+
+        flush = write
+
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(sys, "stderr", Closed())
+    with pytest.raises(BrokenPipeError), group.leaving_group():  # there would be nobody to raise it to
+        raise SystemExit("error: no such folder")
+    assert ended == [1]
 
 
 SCRIPTS = {  # name -> (module and function that do the work, what it returns, arguments)

@@ -25,6 +25,13 @@ class Journal:
         if not overwrite:
             share(_check, self.folder, self.identity)
 
+    def has(self, step: str) -> bool:
+        """Whether this step was finished before, and counts."""
+        return share(self._path(step).is_file) and (self.claimed or not self.overwrite)
+
+    def _path(self, step: str) -> Path:
+        return self.folder / "steps" / (re.sub(r"[^\w.-]+", "-", step) + ".json")
+
     def once(self, step: str, compute: Callable[[], Any]) -> Any:
         """The JSON value of `compute()`, from disk if this step was finished before.
 
@@ -33,7 +40,7 @@ class Journal:
         if not self.claimed:
             share(_claim, self.folder, self.identity, self.overwrite)
             self.claimed = True
-        path = self.folder / "steps" / (re.sub(r"[^\w.-]+", "-", step) + ".json")
+        path = self._path(step)
         if not share(path.is_file):
             value = compute()
             share(write_json, path, value)

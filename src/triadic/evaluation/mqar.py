@@ -78,6 +78,11 @@ class MqarConfig:
             raise ValueError(
                 f"tokens_per_step ({self.tokens_per_step}) must hold at least one sequence of {2 * self.pairs} tokens"
             )
+        if self.growth_steps < 0 or self.max_sequences < 1:
+            raise ValueError(
+                f"growth_steps ({self.growth_steps}) must not be negative, and max_sequences ({self.max_sequences}) "
+                "at least 1"
+            )
         if self.growth_steps and self.growth_from < 2:
             raise ValueError(
                 f"growth_from ({self.growth_from}) must be at least 2: of a single pair the loss is never below log 1"

@@ -28,7 +28,7 @@ NEW_TOKENS = 48
 
 
 def check(context: "Context", config: RecallConfig) -> dict[str, str]:
-    """Raise ValueError for unknown tasks, data that cannot be had, and texts longer than the model takes."""
+    """Raise ValueError for unknown tasks, missing local files, and texts longer than the model takes."""
     unknown = [task for task in config.tasks if task not in TASKS]
     if unknown:
         raise ValueError(f"recall.tasks names {', '.join(unknown)}; the recall tasks are {', '.join(TASKS)}")
@@ -41,9 +41,14 @@ def check(context: "Context", config: RecallConfig) -> dict[str, str]:
     hashes = {}  # the hub's data: the prompts' hashes are in the rows
     if config.folder is not None:
         hashes = {task: file_hash(local_file(config.folder, task, "recall.folder")) for task in config.tasks}
-    for task in config.tasks:
-        next(read(task, config.folder, config.nq), None)
     return hashes
+
+
+def ready(context: "Context", config: RecallConfig) -> None:
+    """Raise ValueError for data that cannot be had, of what is to be run."""
+    for task in config.tasks:
+        if not context.journal.has(f"recall-{task}"):
+            next(read(task, config.folder, config.nq), None)
 
 
 def measure(context: "Context", config: RecallConfig) -> list[dict[str, Any]]:

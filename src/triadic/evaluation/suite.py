@@ -22,7 +22,8 @@ from triadic.evaluation.journal import Journal, rank, share, write_json
 from triadic.evaluation.loading import Checkpoint, load_checkpoint
 
 # Each module has check(context, its section of the suite) -> fingerprints of the data it reads, which raises ValueError
-# for what cannot be measured, and measure(context, section) -> rows.
+# for what cannot be measured, and measure(context, section) -> rows; where steps need more than those, also
+# ready(context, section), which raises ValueError before the first step if one that is to be run cannot be.
 PARTS = {
     "perplexity": "triadic.evaluation.perplexity",
     "wikitext": "triadic.evaluation.wikitext",
@@ -96,6 +97,9 @@ def evaluate(
     context = Context(checkpoint, suite)
     identity["data"] = {part: modules[part].check(context, section) for part, section in suite.parts().items()}
     context.journal = Journal(output, identity, overwrite)
+    for part, section in suite.parts().items():
+        if hasattr(modules[part], "ready"):
+            modules[part].ready(context, section)
     origin = context.journal.once("origin", lambda: provenance.origin(command))
     now = share(provenance.commit)
     if now != origin["commit"]:

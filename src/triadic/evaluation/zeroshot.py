@@ -27,20 +27,23 @@ def stock_tasks() -> TaskManager:
 
 
 def check(context: "Context", config: ZeroshotConfig) -> dict[str, str]:
-    """Raise ValueError for tasks and metrics that lm-eval does not ship, and for data that cannot be had."""
+    """Raise ValueError for tasks that lm-eval does not ship, and for local files that are missing."""
     unknown = [task for task in config.metrics if task not in stock_tasks().all_subtasks]
     if unknown:
         raise ValueError(f"zeroshot.metrics names {', '.join(unknown)}, which lm-eval does not ship")
     hashes = {}  # the hub's data go under the task's version
     if config.folder is not None:
         hashes = {task: file_hash(local_file(config.folder, task, "zeroshot.folder")) for task in config.metrics}
+    return hashes
+
+
+def ready(context: "Context", config: ZeroshotConfig) -> None:
+    """Raise ValueError for metrics that lm-eval does not ship and data that cannot be had, of what is to be run."""
     for task, metric in config.metrics.items():
-        known = metrics(task, config)
-        if metric not in known:
+        if not context.journal.has(task) and metric not in (known := metrics(task, config)):
             raise ValueError(
                 f"the task {task} has no metric {metric}; set another one in zeroshot.metrics: {', '.join(known)}"
             )
-    return hashes
 
 
 def metrics(task: str, config: ZeroshotConfig) -> list[str]:
