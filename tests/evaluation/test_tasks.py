@@ -152,7 +152,7 @@ def test_what_is_missing_is_named(llama, local, pages, tmp_path, monkeypatch):
         online.setattr(zeroshot, "metrics", lambda *_: ["acc"])
         online.setattr(zeroshot, "score", lambda *_: row | {"metric": "acc", "task": "piqa"})
         online.setattr(recall, "read", lambda *_: iter(()))
-        online.setattr(recall, "score", lambda *_: row | {"metric": "contains", "task": "nq"})
+        online.setattr(recall, "score", lambda *_: row | {"metric": "recall", "task": "nq"})
         first = evaluate(str(llama), suite(**done), tmp_path / "out6")
     again = evaluate(str(llama), suite(**done), tmp_path / "out6")
     assert again["rows"] == first["rows"]

@@ -3,6 +3,7 @@
 import math
 import sys
 
+from triadic.group import leaving_group
 from triadic.training import load_config, loop, train
 
 step_of = loop.train_step
@@ -25,4 +26,5 @@ def train_step(run, batches):
 
 
 loop.train_step = train_step
-train(load_config(sys.argv[2], sys.argv[3:]))
+with leaving_group():
+    train(load_config(sys.argv[2], sys.argv[3:]))

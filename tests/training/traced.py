@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+from triadic.group import leaving_group
 from triadic.training import load_config, loop, train
 from triadic.training.run_folder import write_atomically
 
@@ -25,4 +26,5 @@ def train_step(run, batches):
 
 
 loop.train_step = train_step
-train(load_config(sys.argv[2], sys.argv[3:]))
+with leaving_group():
+    train(load_config(sys.argv[2], sys.argv[3:]))
