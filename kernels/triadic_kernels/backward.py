@@ -30,7 +30,7 @@ def reverse_kernel(
     p_dstate += (i_n * HV + i_hv) * (E * K * V) + o_k[:, None] * V + o_v[None, :]
     for i in range(chunks):
         i_c = chunk0 + (chunks - 1 - i)
-        i_hc = i_hv * NC + i_c
+        i_hc = i_c * HV + i_hv
         row, valid = tl.load(p_ch + i_c * 3 + 1).to(tl.int64) + o_t, tl.load(p_ch + i_c * 3 + 2)
         m_t = (o_t < valid)[:, None]
         p_t = p_tab + i_hc * (3 * E * C) + o_t
@@ -77,9 +77,9 @@ def state_gradients_kernel(
 ):  # fmt: skip
     """One program per (chunk, key head, block of BK key columns); the value heads of the group are looped inside.
 
-    dq, dkr (read), dkw (write) [R, H, K]; dtab [K/BK, HV, NC, 3, E, C] row sums of q * (dO S^T), k * (dW S^T), k * (Y
+    dq, dkr (read), dkw (write) [R, H, K]; dtab [K/BK, NC, HV, 3, E, C] row sums of q * (dO S^T), k * (dW S^T), k * (Y
     dS'^T) over this block of columns,
-    without the gates; ddec [K/BK, HV, NC, E] = <S, dS'> over this block.
+    without the gates; ddec [K/BK, NC, HV, E] = <S, dS'> over this block.
     """
     i_c, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row0, valid = tl.load(p_ch + i_c * 3 + 1).to(tl.int64), tl.load(p_ch + i_c * 3 + 2)
@@ -96,7 +96,7 @@ def state_gradients_kernel(
     b_dkw = tl.zeros([C, BK], tl.float32)
     for j in range(HV // H):
         i_hv = i_h * (HV // H) + j
-        i_hc = i_hv.to(tl.int64) * NC + i_c
+        i_hc = i_c.to(tl.int64) * HV + i_hv
         p_t = p_tab + i_hc * (3 * E * C) + o_t
         p_r = p_dtab + (i_b * HV * NC + i_hc) * (3 * E * C) + o_t
         for e in range(E):

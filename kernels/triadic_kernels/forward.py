@@ -29,7 +29,7 @@ def forward_kernel(
     p_state += (i_n * HV + i_hv) * (E * K * V) + o_k[:, None] * V + o_v[None, :]
     for i in range(chunks):
         i_c = chunk0 + i
-        i_hc = i_hv * NC + i_c
+        i_hc = i_c * HV + i_hv
         row, valid = tl.load(p_ch + i_c * 3 + 1).to(tl.int64) + o_t, tl.load(p_ch + i_c * 3 + 2)
         m_t = (o_t < valid)[:, None]
         p_t = p_tab + i_hc * (3 * E * C) + o_t

@@ -125,8 +125,11 @@ def forward_kernel(
     d_k, d_q, d_v, d_tp, d_read, d_write, d_o, d_h, d_y, p_dec, p_ch, p_seq, p_order, p_state, p_o, p_y, NC,
     H: gl.constexpr, HV: gl.constexpr, E: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BV: gl.constexpr, M: gl.constexpr, C: gl.constexpr, KEEP: gl.constexpr,
+    SHARED: gl.constexpr, WANTED: gl.constexpr,
 ):  # fmt: skip
-    """One program per (sequence, longest first; value head; tile of BV value columns); state in place."""
+    """One program per (sequence, longest first; value head; tile of BV value columns); the state in place, if it is
+    WANTED. SHARED: one initial state [E, K, V] for all, not to be written.
+    """
     NW: gl.constexpr = gl.num_warps()
     EG: gl.constexpr = M // BV
     NG: gl.constexpr = E // EG
@@ -148,7 +151,7 @@ def forward_kernel(
         return
     row0 = gl.load(p_ch + chunk0 * 3 + 1)
     last_rows = gl.load(p_ch + (chunk0 + chunks - 1) * 3 + 2)
-    i_hc = i_hv * NC + chunk0
+    i_hc = chunk0 * HV + i_hv
     column = i_hv * V + i_v * BV
 
     x_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, M, C], tile)
@@ -172,7 +175,8 @@ def forward_kernel(
     barrier()
     zero_c = gl.zeros([M, C], gl.float32, layout=mma_c)
     zero_v = gl.zeros([C, BV], gl.float32, layout=mma_v)
-    p_state += (i_n * HV + i_hv).to(gl.int64) * (E * K * V)
+    if not SHARED:
+        p_state += (i_n * HV + i_hv).to(gl.int64) * (E * K * V)
     S = ()
     for g in gl.static_range(NG):
         S = S + (gl.load(p_state + g * (EG * K * V) + state_offsets(mma_k, i_v, M, BV, K, V)),)
@@ -201,24 +205,24 @@ def forward_kernel(
         k = k_s.index(n % 2)
         decays = ()
         for g in gl.static_range(NG):
-            decays = decays + (load_decay(p_dec + (i_hc + n) * E + g * EG, S[g], EG, BV, K),)
+            decays = decays + (load_decay(p_dec + (i_hc + n * HV) * E + g * EG, S[g], EG, BV, K),)
         # ---- read-outs -K S and Q S, scaled by the tables
         mbarrier.wait(bar_k.index(n % 2), (n // 2) & 1)
         if NG == 1:
             x, y = read_both(
                 S, k.permute([1, 0]), q.permute([1, 0]), read_s, bar_inputs, bar_read, phase, stash, d_h,
-                (i_hc + n) * E, i_v * BV, KEEP, E, BV, K, C, mma_c, left_c, h_layout,
+                (i_hc + n * HV) * E, i_v * BV, KEEP, E, BV, K, C, mma_c, left_c, h_layout,
             )  # fmt: skip
             x_s.store(to_bf16(x))
         else:
             x, S = read_states(
-                S, k.permute([1, 0]), read_s, bar_read, phase, 0, stash, d_h, (i_hc + n) * E, i_v * BV, KEEP, True,
+                S, k.permute([1, 0]), read_s, bar_read, phase, 0, stash, d_h, (i_hc + n * HV) * E, i_v * BV, KEEP, True,
                 NG, EG, BV, K, C, mma_c, left_c, h_layout,
             )  # fmt: skip
             x_s.store(to_bf16(x))
             mbarrier.wait(bar_inputs, phase)
             y, S = read_states(
-                S, q.permute([1, 0]), read_s, bar_read, phase, E, stash, d_h, (i_hc + n) * E, i_v * BV, KEEP, False,
+                S, q.permute([1, 0]), read_s, bar_read, phase, E, stash, d_h, (i_hc + n * HV) * E, i_v * BV, KEEP, False,
                 NG, EG, BV, K, C, mma_c, left_c, h_layout,
             )  # fmt: skip
             yr_s.store(to_bf16(y))
@@ -254,7 +258,7 @@ def forward_kernel(
         o = mma(yr_s.permute([1, 0]), select, zero_v, use_acc=False, is_async=True)
         o = mma(tp.slice(C, C, 0), w_s.slice(0, BV, 0).permute([1, 0]), o, is_async=True)
         mbarrier.expect(bar_read, 2 * E * C * 4, pred=more)
-        tma_load(d_read, [(i_hc + n + 1) * 3 * E, 0], bar_read, read_s, pred=more)
+        tma_load(d_read, [(i_hc + (n + 1) * HV) * 3 * E, 0], bar_read, read_s, pred=more)
         y = mma_wait(2, deps=[y])
         # ---- state update
         Sn = ()
@@ -278,7 +282,7 @@ def forward_kernel(
                 tma_store(d_y, [row0 + n * C, column], y_s)
         if NG == 2:
             load_inputs(d_q, d_v, bar_inputs, q, v, row0 + (n + 1) * C, i_h * K, column, more, C, BV, K)
-        load_masks(d_tp, d_write, bar_masks, tp, write_s, i_hc + n + 1, more, E, C)
+        load_masks(d_tp, d_write, bar_masks, tp, write_s, i_hc + (n + 1) * HV, more, E, C)
     tma.store_wait(0)
     if last_rows < C:
         row = row0 + (chunks - 1) * C
@@ -286,5 +290,6 @@ def forward_kernel(
         if KEEP:
             y_last = reinterpret(x_buffer.index(0), gl.bfloat16, [C, BV], v_layout)
             store_tail(p_y, y_last.load(mma_v), last_rows, row, HV * V, column, mma_v, C, BV)
-    for g in gl.static_range(NG):
-        gl.store(p_state + g * (EG * K * V) + state_offsets(mma_k, i_v + (chunks >> 30), M, BV, K, V), S[g])
+    if WANTED:
+        for g in gl.static_range(NG):
+            gl.store(p_state + g * (EG * K * V) + state_offsets(mma_k, i_v + (chunks >> 30), M, BV, K, V), S[g])

@@ -45,17 +45,18 @@ def tiles(p):
 
 @bound(gluon_masks.masks_kernel)
 def masks(p):
-    return dict(EP=padded(p.E), DELTA=p.delta_rule, num_warps=4, **constants(p))
+    cap = dict(maxnreg=168) if p.HV == p.H else {}  # for three programs on a multiprocessor
+    return dict(EP=padded(p.E), DELTA=p.delta_rule, num_warps=4, **cap, **constants(p))
 
 
 @bound(gluon_forward.forward_kernel)
-def forward_recurrence(p, keep):
-    return dict(KEEP=keep, **tiles(p))
+def forward_recurrence(p, keep, shared):
+    return dict(KEEP=keep, SHARED=shared, WANTED=p.output_final, **tiles(p))
 
 
 @bound(gluon_reverse.reverse_kernel)
-def reverse_recurrence(p):
-    return tiles(p)
+def reverse_recurrence(p, shared):
+    return dict(SHARED=shared, WANTED=p.has_initial, **tiles(p))
 
 
 @bound(gluon_state_gradients.state_gradients_kernel)
@@ -100,16 +101,23 @@ def table_descriptors(p, t, NC):
 def fill_masks(p, q, k, t):
     NC, keys = count(p), of_keys(p)
     masks(p, q.device)(
-        (NC, p.H, 1), descriptor(q, *keys), descriptor(k, *keys), descriptor(t.tp, (p.HV * NC * 2 * C, C), [2 * C, C]),
+        (NC * p.H, 1, 1), descriptor(q, *keys), descriptor(k, *keys), descriptor(t.tp, (p.HV * NC * 2 * C, C), [2 * C, C]),
         t.gc, t.q2t, t.k2t, t.bt, t.chunks, p.scale, NC,
     )  # fmt: skip
 
 
+def zero_state(p, device):
+    """One state [E, K, V] of zeros: kernels 3 and 4 keep fewer registers if they load what they start from."""
+    return torch.zeros(p.E, D, D, dtype=torch.float32, device=device)
+
+
 def recur(p, q, k, v, t, state, o, y, h):
     NC, keep, BV = count(p), h is not None, TILES[p.E][0]
+    shared = state is None
+    state = zero_state(p, q.device) if shared else state
     keys, values = of_keys(p), of_values(p, BV)
     d_o = descriptor(o, *values)
-    forward_recurrence(p, q.device, keep)(
+    forward_recurrence(p, q.device, keep, shared)(
         (p.N * p.HV * (D // BV), 1, 1),
         descriptor(k, *keys), descriptor(q, *keys), descriptor(v, *values), *table_descriptors(p, t, NC), d_o,
         descriptor(h, *of_states(p, NC)) if keep else d_o, descriptor(y, *values) if keep else d_o,
@@ -119,8 +127,10 @@ def recur(p, q, k, v, t, state, o, y, h):
 
 def reverse(p, q, k, do, t, dstate, dw, dh):
     NC, BV = count(p), TILES[p.E][0]
+    shared = dstate is None
+    dstate = zero_state(p, q.device) if shared else dstate
     keys, values = of_keys(p), of_values(p, BV)
-    reverse_recurrence(p, q.device)(
+    reverse_recurrence(p, q.device, shared)(
         (p.N * p.HV * (D // BV), 1, 1),
         descriptor(k, *keys), descriptor(q, *keys), descriptor(do, *values), *table_descriptors(p, t, NC),
         descriptor(dw, *values), descriptor(dh, *of_states(p, NC)),
@@ -152,7 +162,7 @@ def finish(p, q, k, y, do, dw, t, parts, out):
     dqs, dkr, dkw, dtab, ddec = parts
     keys, values = of_keys(p), of_values(p)
     mask_gradients(p, q.device, ddec.shape[0])(
-        (NC, p.H, 1),
+        (NC * p.H, 1, 1),
         descriptor(q, *keys), descriptor(k, *keys), descriptor(y, *values), descriptor(do, *values),
         descriptor(dw, *values), *(descriptor(x, *keys) for x in (dqs, dkr, dkw, out.dq, out.dk)),
         t.q2t, t.k2t, t.bt, t.gc, dtab, ddec, t.chunks, *out, p.scale, NC,

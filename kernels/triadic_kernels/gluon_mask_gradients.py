@@ -124,8 +124,8 @@ def mask_gradients_kernel(
     table: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [NW, 1], [1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    i_c = gl.program_id(0)
-    i_h = gl.program_id(1)
+    i_c = gl.program_id(0) // H  # heads of a chunk side by side: they share rows of memory
+    i_h = gl.program_id(0) % H
     first = gl.load(p_ch + i_c * 3 + 1)
     rows = gl.load(p_ch + i_c * 3 + 2)
     if rows == 0:
@@ -156,7 +156,7 @@ def mask_gradients_kernel(
     t = gl.arange(0, C, layout=gl.SliceLayout(0, table))
     e = gl.arange(0, E, layout=gl.SliceLayout(1, table))
     o = e[:, None] * C + t[None, :]
-    i_kc = i_h.to(gl.int64) * NC + i_c
+    i_kc = i_c.to(gl.int64) * H + i_h
     r = gl.arange(0, C, layout=gl.SliceLayout(1, mma_c))[:, None]
     s = gl.arange(0, C, layout=gl.SliceLayout(0, mma_c))[None, :]
     zero = gl.zeros([C, C], gl.float32, layout=mma_c)
@@ -166,7 +166,7 @@ def mask_gradients_kernel(
     dk2 = dq2
     for j in range(G):
         i_hv = i_h * G + j
-        i_hc = i_hv.to(gl.int64) * NC + i_c
+        i_hc = i_c.to(gl.int64) * HV + i_hv
         mbarrier.expect(bar_v, (3 if DELTA else 2) * C * K * 2)
         tma_load(d_do, [first, i_hv * K], bar_v, do_s)
         tma_load(d_y, [first, i_hv * K], bar_v, y_s)

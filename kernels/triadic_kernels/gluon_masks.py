@@ -8,6 +8,7 @@ of the factors. (With keys all alike and beta near 2 the powers cancel, and 1e-2
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as mma
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as mma_wait
@@ -50,46 +51,90 @@ def product(high, low, pair, zero, operand: gl.constexpr):
 
 
 @gluon.jit
-def unit_lower_inverse(l, r, s, a_s, b_s, c_s, d_s, zero, operand: gl.constexpr):
-    """(I + L)^-1 for a strictly lower L [C, C]: as masks.unit_lower_inverse, blocks of 8, of 16 and whole; a_s to d_s
-    [2, C, C] is shared memory. Between two uses of the same memory every warp passes a barrier.
+def block_product(a, b_t, zero):
+    """(high + low) b for the blocks [C/16, 16, 16] of two block-diagonal matrices, in each warp's registers; a and the
+    transpose of b as pairs in the layout of the result.
     """
-    l_8 = gl.where(r // 8 == s // 8, l, 0.0)
-    high, low = put(l_8, a_s)
-    put(gl.where((r // 16 == s // 16) & (r // 8 != s // 8), l, 0.0), c_s)
-    put(gl.where(r // 16 != s // 16, l, 0.0), d_s)
-    ready()
-    l_2 = product(high, low, a_s, zero, operand)
-    high_2, low_2 = put(l_2, b_s)
-    ready()
-    x = gl.where(r == s, 1.0, 0.0) - l_8 + l_2 - product(high, low, b_s, zero, operand)
-    put(product(high_2, low_2, b_s, zero, operand), a_s)
-    ready()
-    high, low = split(x)
-    x = x + product(high, low, a_s, zero, operand)  # the inverse in blocks of 8
-    high, low = put(x, b_s)
-    ready()
-    high, low = split(product(high, low, c_s, zero, operand))
-    x = x - product(high, low, b_s, zero, operand)  # in blocks of 16
-    high, low = put(x, a_s)
-    x_n = product(high, low, d_s, zero, operand)
-    barrier()
-    high, low = put(x_n, c_s)
-    ready()
-    # I + L = D (I + N) with N = D^-1 L_off nilpotent in blocks: N^4 = 0, (I + N)^-1 = (I - N)(I + N^2)
-    high_2, low_2 = split(product(high, low, c_s, zero, operand))
-    x = x + product(high_2, low_2, a_s, zero, operand)
-    put(x, b_s)
-    ready()
-    return x - product(high, low, b_s, zero, operand)
+    layout: gl.constexpr = zero.type.layout
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
+    high = gl.convert_layout(a[0], left, assert_trivial=True)
+    low = gl.convert_layout(a[1], left, assert_trivial=True)
+    b_high = gl.convert_layout(b_t[0].permute([0, 2, 1]), right, assert_trivial=True)
+    b_low = gl.convert_layout(b_t[1].permute([0, 2, 1]), right, assert_trivial=True)
+    return mma_v2(low, b_high, mma_v2(high, b_low, mma_v2(high, b_high, zero)))
 
 
 @gluon.jit
-def slice_products(qk, kk, gc_s, k2_s, q2_s, bk_s, E: gl.constexpr, DELTA: gl.constexpr, layout: gl.constexpr):
+def block_inverse(l, r, s, C: gl.constexpr):
+    """(I + L)^-1 for the diagonal blocks of 16 of a strictly lower L [C, C], zero elsewhere.
+
+    One block for each warp: every product is made with its transpose, which is what the next one takes as its second
+    factor. A Neumann series in blocks of 8 (L^8 = 0), then a merge.
+    """
+    NB: gl.constexpr = C // 16
+    whole: gl.constexpr = l.type.layout
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[gl.num_warps(), 1, 1], instr_shape=[1, 16, 8]
+    )
+    same = (r // 16 == s // 16).reshape([NB, 16, NB, 16])
+    x = gl.sum(gl.where(same, l.reshape([NB, 16, NB, 16]), 0.0), 2)
+    x = gl.convert_layout(x, layout, assert_trivial=True)
+    x_t = gl.convert_layout(x.permute([0, 2, 1]), layout)
+    i = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))), 0), 2)
+    j = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout))), 0), 1)
+    inside = i // 8 == j // 8
+    eye = gl.where(i == j, 1.0, 0.0)
+    zero = gl.zeros([NB, 16, 16], gl.float32, layout=layout)
+    l_8 = gl.where(inside, x, 0.0)
+    l_8t = gl.where(inside, x_t, 0.0)
+    off_t = split(gl.where(inside, 0.0, x_t))
+    a = split(l_8)
+    a_t = split(l_8t)
+    x = block_product(a, a_t, zero)
+    x_t = block_product(a_t, a, zero)
+    a_2 = split(x)
+    a_2t = split(x_t)
+    x = eye - l_8 + x - block_product(a, a_2t, zero)
+    x_t = eye - l_8t + x_t - block_product(a_t, a_2, zero)
+    a_4 = split(block_product(a_2, a_2t, zero))
+    a_4t = split(block_product(a_2t, a_2, zero))
+    x = x + block_product(split(x), a_4t, zero)
+    x_t = x_t + block_product(split(x_t), a_4, zero)
+    x = x - block_product(split(block_product(split(x), off_t, zero)), split(x_t), zero)
+    four: gl.constexpr = l.reshape([NB, 16, NB, 16]).type.layout
+    x = gl.convert_layout(x, gl.SliceLayout(2, four), assert_trivial=True)
+    x = gl.where(same, gl.expand_dims(x, 2), 0.0).reshape([C, C])
+    return gl.convert_layout(x, whole, assert_trivial=True)
+
+
+@gluon.jit
+def unit_lower_inverse(l, r, s, a_s, c_s, d_s, zero, operand: gl.constexpr, C: gl.constexpr):
+    """(I + L)^-1 for a strictly lower L [C, C]; a_s, c_s, d_s [2, C, C] is shared memory, all of which every warp has
+    finished with when it returns.
+    """
+    put(gl.where(r // 16 != s // 16, l, 0.0), d_s)
+    x = block_inverse(l, r, s, C)
+    high, low = put(x, a_s)
+    ready()
+    # I + L = D (I + N) with N = D^-1 L_off nilpotent in blocks: N^4 = 0, (I + N)^-1 = (I - N)(I + N^2)
+    high, low = put(product(high, low, d_s, zero, operand), c_s)
+    ready()
+    high_2, low_2 = split(product(high, low, c_s, zero, operand))
+    x = x + product(high_2, low_2, a_s, zero, operand)
+    put(x, d_s)
+    ready()
+    x = x - product(high, low, d_s, zero, operand)
+    barrier()
+    return x
+
+
+@gluon.jit
+def slice_products(qk, kk, gc_s, k2_s, q2_s, bk_s, steps, DELTA: gl.constexpr, layout: gl.constexpr):
     """Q K^T * R' diag(beta) and K K^T * R diag(beta) [C, C]."""
     p = gl.zeros_like(qk)
     l = gl.zeros_like(qk)
-    for e in range(E):
+    for e in range(steps):
         row = gc_s.index(e).permute([1, 0]).load(layout)  # [C, 1]
         decay = gl.exp2(gl.minimum(row - gc_s.index(e).load(layout), 0.0))
         write = decay * bk_s.index(e).load(layout)
@@ -111,15 +156,14 @@ def masks_kernel(
     table: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [NW, 1], [1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    i_c = gl.program_id(0)
-    i_h = gl.program_id(1)
+    i_c = gl.program_id(0) // H  # heads of a chunk side by side: they share rows of memory
+    i_h = gl.program_id(0) % H
     row0 = gl.load(p_ch + i_c * 3 + 1)
     rows = gl.load(p_ch + i_c * 3 + 2)
     if rows == 0:
         return
     q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], d_q.layout)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], d_q.layout)
-    b_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], tile)
     tp_s = gl.allocate_shared_memory(gl.bfloat16, [2 * C, C], d_tp.layout)
     a_s = reinterpret(q_s, gl.bfloat16, [2, C, C], tile)
     c_s = reinterpret(k_s, gl.bfloat16, [2, C, C], tile)
@@ -135,7 +179,7 @@ def masks_kernel(
     tma_load(d_k, [row0, i_h * K], bar, k_s)
     t = gl.arange(0, C, layout=gl.SliceLayout(0, table))
     o = gl.arange(0, E, layout=gl.SliceLayout(1, table))[:, None] * C + t[None, :]
-    i_kc = i_h.to(gl.int64) * NC + i_c
+    i_kc = i_c.to(gl.int64) * H + i_h
     k2 = gl.load(p_k2t + i_kc * (EP * C) + o)
     reinterpret(k2_s, gl.float32, [E, C], plain).store(k2)
     reinterpret(q2_s, gl.float32, [E, C], plain).store(gl.load(p_q2t + i_kc * (EP * C) + o))
@@ -151,15 +195,18 @@ def masks_kernel(
     qk = gl.where((r >= s) & (r < rows), scale * qk, 0.0)
     kk = gl.where((r > s) & (r < rows), kk, 0.0)
     for j in range(HV // H):
-        i_hc = (i_h * (HV // H) + j).to(gl.int64) * NC + i_c
+        i_hc = i_c.to(gl.int64) * HV + i_h * (HV // H) + j
         reinterpret(gc_s, gl.float32, [E, C], plain).store(gl.load(p_gc + i_hc * (EP * C) + o))
         reinterpret(bk_s, gl.float32, [E, C], plain).store(k2 * gl.load(p_bt + i_hc * C + t)[None, :])
         tma.store_wait(0)
         barrier()  # and every warp has read q and k
-        p, l = slice_products(qk, kk, gc_s, k2_s, q2_s, bk_s, E, DELTA, layout)
+        steps = E
+        if E == 1:
+            steps = 1 + (rows >> 30)  # 1, but a loop to the compiler, which else needs many more registers
+        p, l = slice_products(qk, kk, gc_s, k2_s, q2_s, bk_s, steps, DELTA, layout)
         inverse = gl.where(r == s, 1.0, 0.0)
         if DELTA:
-            inverse = unit_lower_inverse(l, r, s, a_s, b_s, c_s, d_s, zero, operand)
+            inverse = unit_lower_inverse(l, r, s, a_s, c_s, d_s, zero, operand, C)
         inverse = to_bf16(gl.where((r < rows) & (s < rows), inverse, 0.0))
         tp_s.slice(0, C, 0).store(inverse)
         ready()
@@ -167,5 +214,5 @@ def masks_kernel(
                  use_acc=False, is_async=True)  # fmt: skip
         tp_s.slice(C, C, 0).store(to_bf16(mma_wait(0, deps=[pt])))
         ready()
-        tma_store(d_tp, [(i_h * (HV // H) + j) * NC * 2 * C + i_c * 2 * C, 0], tp_s)
+        tma_store(d_tp, [(i_c * HV + i_h * (HV // H) + j) * 2 * C, 0], tp_s)
     tma.store_wait(0)

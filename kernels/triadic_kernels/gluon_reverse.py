@@ -91,9 +91,9 @@ def read_states(S, k_t, table, bar, phase, stash, d_dh, i_state, column, z, NG: 
 def reverse_kernel(
     d_k, d_q, d_do, d_tp, d_read, d_write, d_dw, d_dh, p_dec, p_ch, p_seq, p_order, p_dstate, p_dw, NC,
     H: gl.constexpr, HV: gl.constexpr, E: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-    BV: gl.constexpr, M: gl.constexpr, C: gl.constexpr,
+    BV: gl.constexpr, M: gl.constexpr, C: gl.constexpr, SHARED: gl.constexpr, WANTED: gl.constexpr,
 ):  # fmt: skip
-    """Grid and tiles as in gluon_forward; stores the state's gradient at every chunk's end, and dW."""
+    """Grid, tiles and states as in gluon_forward; stores the state's gradient at every chunk's end, and dW."""
     NW: gl.constexpr = gl.num_warps()
     EG: gl.constexpr = M // BV
     NG: gl.constexpr = E // EG
@@ -115,7 +115,7 @@ def reverse_kernel(
         return
     row0 = gl.load(p_ch + chunk0 * 3 + 1) + (chunks - 1) * C  # of the last chunk
     last_rows = gl.load(p_ch + (chunk0 + chunks - 1) * 3 + 2)
-    i_hc = i_hv * NC + chunk0 + chunks - 1
+    i_hc = (chunk0 + chunks - 1) * HV + i_hv
     column = i_hv * V + i_v * BV
 
     stash = gl.allocate_shared_memory(gl.bfloat16, [NG, M, K], tile)
@@ -137,7 +137,8 @@ def reverse_kernel(
     barrier()
     zero_c = gl.zeros([M, C], gl.float32, layout=mma_c)
     zero_v = gl.zeros([C, BV], gl.float32, layout=mma_v)
-    p_dstate += (i_n * HV + i_hv).to(gl.int64) * (E * K * V)
+    if not SHARED:
+        p_dstate += (i_n * HV + i_hv).to(gl.int64) * (E * K * V)
     S = ()
     for g in gl.static_range(NG):
         S = S + (gl.load(p_dstate + g * (EG * K * V) + state_offsets(mma_k, i_v, M, BV, K, V)),)
@@ -162,11 +163,11 @@ def reverse_kernel(
         k = k_s.index(n % 2)
         decays = ()
         for g in gl.static_range(NG):
-            decays = decays + (load_decay(p_dec + (i_hc - n) * E + g * EG, S[g], EG, BV, K),)
+            decays = decays + (load_decay(p_dec + (i_hc - n * HV) * E + g * EG, S[g], EG, BV, K),)
         # ---- K dS', scaled by the table; the state's gradient at the chunk's end goes to memory
         mbarrier.wait(bar_k.index(n % 2), (n // 2) & 1)
         x, S = read_states(
-            S, k.permute([1, 0]), write_s, bar_write, phase, stash, d_dh, (i_hc - n) * E, i_v * BV, z,
+            S, k.permute([1, 0]), write_s, bar_write, phase, stash, d_dh, (i_hc - n * HV) * E, i_v * BV, z,
             NG, EG, BV, K, C, mma_c, left_c, h_layout,
         )  # fmt: skip
         x_s.store(to_bf16(x))
@@ -187,7 +188,7 @@ def reverse_kernel(
             else:
                 dy = mma(repeat, x_s.slice(e * BV, BV, 0), dy, is_async=True)
         load_tile(d_k, bar_k.index(1 - n % 2), k_s.index(1 - n % 2), next_row, i_h * K, more, C * K * 2)
-        load_tile(d_write, bar_write, write_s, (i_hc - n - 1) * 3 * E + 2 * E, 0, more, E * C * 4)
+        load_tile(d_write, bar_write, write_s, (i_hc - (n + 1) * HV) * 3 * E + 2 * E, 0, more, E * C * 4)
         if ND == 2:
             next_do = do_buffer.index(1 - n % 2)
             load_tile(d_do, bar_do.index(1 - n % 2), next_do, next_row, column, more, C * BV * 2)
@@ -233,9 +234,10 @@ def reverse_kernel(
         if tail == 0:
             tma_store(d_dw, [row0 - n * C, column], dw_s)
         load_masks(
-            d_tp, d_read, d_do, bar_masks, tp, read_s, do, i_hc - n - 1, next_row, column, more, ND == 1, E, C, BV
+            d_tp, d_read, d_do, bar_masks, tp, read_s, do, i_hc - (n + 1) * HV, next_row, column, more, ND == 1, E, C, BV
         )  # fmt: skip
         load_tile(d_q, bar_q, q, next_row, i_h * K, more, C * K * 2)
     tma.store_wait(0)
-    for g in gl.static_range(NG):
-        gl.store(p_dstate + g * (EG * K * V) + state_offsets(mma_k, i_v + (chunks >> 30), M, BV, K, V), S[g])
+    if WANTED:
+        for g in gl.static_range(NG):
+            gl.store(p_dstate + g * (EG * K * V) + state_offsets(mma_k, i_v + (chunks >> 30), M, BV, K, V), S[g])

@@ -41,18 +41,20 @@ def consumer(
     i = 0  # slices and
     j = 0  # value heads that have passed through shared memory
     for item in range(gl.program_id(0), NC * H, gl.num_programs(0)):
-        i_c = item % NC
-        i_h = item // NC
+        i_c = item // H
+        i_h = item % H
         row0 = gl.load(p_ch + i_c * 3 + 1)
         rows = gl.load(p_ch + i_c * 3 + 2)
         left = zero
         right = zero
         for step in range(gl.where(rows > 0, G * E, 0)):  # nothing to do beyond the last chunk
             e = step % E
-            i_hc = (i_h * G + step // E) * NC + i_c
+            i_hc = i_c * (H * G) + i_h * G + step // E
             offset = i_hc.to(gl.int64) * (3 * E * C) + e * C
             if e == 0:
-                mbarrier.wait(operands, j & 1)
+                mbarrier.wait(operands[which], j & 1)
+                if which == 2:  # the third reads K too
+                    mbarrier.wait(operands[1], j & 1)
                 j += 1
             table = gl.load(p_tab + offset + t)
             mbarrier.wait(full.index(i % NS), (i // NS) & 1)
@@ -74,7 +76,9 @@ def consumer(
             gl.store(p_dtab + offset + t, r)
             if e == E - 1:
                 barrier()
-                mbarrier.arrive(released, count=1)
+                mbarrier.arrive(released[which], count=1)
+                if which == 2:  # the third reads K too
+                    mbarrier.arrive(released[1], count=1)
         p = p_out + ((row0 + t).to(gl.int64) * (H * K) + i_h * K)[:, None] + d[None, :]
         mask = (t < rows)[:, None] & (d >= 0)[None, :]
         gl.store(p, left.to(gl.bfloat16), mask=mask)
@@ -82,33 +86,46 @@ def consumer(
 
 
 @gluon.jit
+def load_states(d_h, d_dh, full, empty, h_s, dh_s, i_state, i, K: gl.constexpr, NS: gl.constexpr):
+    mbarrier.wait(empty.index(i % NS), ((i // NS) & 1) ^ 1)
+    mbarrier.expect(full.index(i % NS), 2 * K * K * 2)
+    tma_load(d_h, [i_state, 0], full.index(i % NS), h_s.index(i % NS))
+    tma_load(d_dh, [i_state, 0], full.index(i % NS), dh_s.index(i % NS))
+
+
+@gluon.jit
 def producer(
     operands, released, full, empty, q_s, k_s, do_s, y_s, dw_s, h_s, dh_s, d_q, d_k, d_do, d_y, d_dw, d_h, d_dh, p_ch,
     NC, H: gl.constexpr, G: gl.constexpr, E: gl.constexpr, K: gl.constexpr, C: gl.constexpr, NS: gl.constexpr,
 ):  # fmt: skip
+    """The states of a value head's first slice are on their way before its operands, for which one warpgroup after the
+    other makes room.
+    """
     i = 0
     j = 0
     for item in range(gl.program_id(0), NC * H, gl.num_programs(0)):
-        i_c = item % NC
-        i_h = item // NC
+        i_c = item // H
+        i_h = item % H
         row0 = gl.load(p_ch + i_c * 3 + 1)
         rows = gl.load(p_ch + i_c * 3 + 2)
         for step in range(gl.where(rows > 0, G * E, 0)):
             i_hv = i_h * G + step // E
+            i_state = ((i_c * (H * G) + i_hv) * E + step % E) * K
+            load_states(d_h, d_dh, full, empty, h_s, dh_s, i_state, i, K, NS)
             if step % E == 0:
-                mbarrier.wait(released, (j & 1) ^ 1)  # at once the first time
+                phase = (j & 1) ^ 1  # of an empty buffer: no wait the first time
                 j += 1
-                mbarrier.expect(operands, 5 * C * K * 2)
-                tma_load(d_do, [row0, i_hv * K], operands, do_s)
-                tma_load(d_dw, [row0, i_hv * K], operands, dw_s)
-                tma_load(d_y, [row0, i_hv * K], operands, y_s)
-                tma_load(d_q, [row0, i_h * K], operands, q_s)
-                tma_load(d_k, [row0, i_h * K], operands, k_s)
-            mbarrier.wait(empty.index(i % NS), ((i // NS) & 1) ^ 1)
-            mbarrier.expect(full.index(i % NS), 2 * K * K * 2)
-            i_state = ((i_hv * NC + i_c) * E + step % E) * K
-            tma_load(d_h, [i_state, 0], full.index(i % NS), h_s.index(i % NS))
-            tma_load(d_dh, [i_state, 0], full.index(i % NS), dh_s.index(i % NS))
+                mbarrier.wait(released[2], phase)
+                mbarrier.expect(operands[2], C * K * 2)
+                tma_load(d_y, [row0, i_hv * K], operands[2], y_s)
+                mbarrier.wait(released[1], phase)
+                mbarrier.expect(operands[1], 2 * C * K * 2)
+                tma_load(d_k, [row0, i_h * K], operands[1], k_s)
+                tma_load(d_dw, [row0, i_hv * K], operands[1], dw_s)
+                mbarrier.wait(released[0], phase)
+                mbarrier.expect(operands[0], 2 * C * K * 2)
+                tma_load(d_do, [row0, i_hv * K], operands[0], do_s)
+                tma_load(d_q, [row0, i_h * K], operands[0], q_s)
             i += 1
 
 
@@ -128,8 +145,9 @@ def state_gradients_kernel(
     dw_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], d_q.layout)
     h_s = gl.allocate_shared_memory(gl.bfloat16, [NS, K, K], d_h.layout)
     dh_s = gl.allocate_shared_memory(gl.bfloat16, [NS, K, K], d_h.layout)
-    operands = new_barrier(1)
-    released = new_barrier(3)
+    # one for each warpgroup: dO and Q; dW and K, which the third reads too; Y
+    operands = (new_barrier(1), new_barrier(1), new_barrier(1))
+    released = (new_barrier(1), new_barrier(2), new_barrier(1))
     full = new_barriers(NS, 1)
     empty = new_barriers(NS, 3)
     fence_async_shared()

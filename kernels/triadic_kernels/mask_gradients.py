@@ -195,7 +195,7 @@ def mask_gradients_kernel(
     m_t = o_t < valid
     same_block = o_b[:, None, None, None] == o_b[None, None, :, None]
     row_k = (row0 + o_t) * H + i_h
-    i_kc = i_h.to(tl.int64) * NC + i_c
+    i_kc = i_c.to(tl.int64) * H + i_h
     p_q2t += i_kc * (EP * C)
     p_k2t += i_kc * (EP * C)
     o = (o_x % EP)[None, :] * C + o_t[:, None]
@@ -205,7 +205,7 @@ def mask_gradients_kernel(
     b_dk2 = tl.zeros([C, EP], tl.float32)
     for j in tl.range(0, HV // H, num_stages=1, disable_licm=True):
         i_hv = i_h * (HV // H) + j
-        i_hc = i_hv.to(tl.int64) * NC + i_c
+        i_hc = i_c.to(tl.int64) * HV + i_hv
         p_gj, p_bj = p_gc + i_hc * (EP * C), p_bt + i_hc * C
         pos = (row0 + o_t) * HV + i_hv
         b_m, b_n, b_zq, b_z = products(

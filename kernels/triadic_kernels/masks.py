@@ -4,9 +4,9 @@ Letters: R rows (tokens of all sequences), NC chunks, C chunk length, H key head
 EP = E padded to a power of two >= 4, K and V head dims. i_ index, p_ pointer, o_ offsets, m_ mask, b_ block.
 Tables are chunk-major and zero beyond a tail; decays are in log2 units; gc is the inclusive sum of g inside the chunk.
 
-    gc [HV, NC, EP, C]       k2t, q2t [H, NC, EP, C]       bt [HV, NC, C] = beta       dec [HV, NC, E] = e^gc[C]
-    tab [HV, NC, 3, E, C]    -k2 e^gc (0 without the delta rule),  scale q2 e^gc,  beta k2 e^(gc[C]-gc)
-    tp [HV, NC, 2, C, C]     A' = (I + tril(K K^T * R, -1) diag(beta))^-1,  PT = scale tril(Q K^T * R') diag(beta) A'
+    gc [NC, HV, EP, C]       k2t, q2t [NC, H, EP, C]       bt [NC, HV, C] = beta       dec [NC, HV, E] = e^gc[C]
+    tab [NC, HV, 3, E, C]    -k2 e^gc (0 without the delta rule),  scale q2 e^gc,  beta k2 e^(gc[C]-gc)
+    tp [NC, HV, 2, C, C]     A' = (I + tril(K K^T * R, -1) diag(beta))^-1,  PT = scale tril(Q K^T * R') diag(beta) A'
 
 With A' the recurrence yields Y = A' W, the residual r_t of each token, and U = diag(beta) Y: nothing is divided by
 beta. Every exponent is <= 0: off-diagonal 16 x 16 blocks of the decay factor through the last row m before the block
@@ -62,7 +62,7 @@ def gates_kernel(
     # The last row of the cumulative sum itself: a separate sum of g rounds differently and an exponent could exceed 0.
     b_last = tl.sum(tl.where((o_t == C - 1)[:, None], b_gc, 0.0), 0)  # [EP]
     b_decay = tl.exp2(b_gc)
-    i_hc = i_hv.to(tl.int64) * NC + i_c
+    i_hc = i_c.to(tl.int64) * HV + i_hv
     o = o_e[None, :] * C + o_t[:, None]
     m_o = m_e[None, :] & (o_t >= 0)[:, None]
     p_tab += i_hc * (3 * E * C)
@@ -73,7 +73,7 @@ def gates_kernel(
     tl.store(p_gc + i_hc * (EP * C) + o, b_gc)
     tl.store(p_bt + i_hc * C + o_t, b_beta)
     if i_hv % (HV // H) == 0:
-        i_kc = i_h.to(tl.int64) * NC + i_c
+        i_kc = i_c.to(tl.int64) * H + i_h
         tl.store(p_k2t + i_kc * (EP * C) + o, b_k2)
         tl.store(p_q2t + i_kc * (EP * C) + o, b_q2)
 
@@ -168,7 +168,7 @@ def masks_kernel(
     o_t, o_d, o_b = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, NB)
     m_t = o_t < valid
     same_block = o_b[:, None, None, None] == o_b[None, None, :, None]
-    i_kc = i_h.to(tl.int64) * NC + i_c
+    i_kc = i_c.to(tl.int64) * H + i_h
     p_k2t += i_kc * (EP * C)
     p_q2t += i_kc * (EP * C)
     row = (row0 + o_t) * H + i_h
@@ -183,7 +183,7 @@ def masks_kernel(
         if DELTA:
             b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision=PREC)
     for j in range(HV // H):
-        i_hc = (i_h * (HV // H) + j).to(tl.int64) * NC + i_c
+        i_hc = i_c.to(tl.int64) * HV + i_h * (HV // H) + j
         p_g, p_b = p_gc + i_hc * (EP * C), p_bt + i_hc * C
         b_left, b_right = decay_factors(p_g, p_k2t, p_b, EP, C)
         b_r, b_rq = diagonal_masks(p_g, p_q2t, p_k2t, p_b, E, C)

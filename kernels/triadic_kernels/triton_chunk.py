@@ -113,15 +113,15 @@ def tables_like(p, device) -> tuple[torch.Tensor, torch.Tensor]:
 
 def masks_like(p, device) -> torch.Tensor:
     """Uninitialised tp."""
-    return torch.empty(p.HV, count(p), 2, C, C, dtype=p.dtype, device=device)
+    return torch.empty(count(p), p.HV, 2, C, C, dtype=p.dtype, device=device)
 
 
 def kept_like(p, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised y [B, T, HV, V], the tokens' residuals, and h [HV, NC, E, V, K], the state at the start of each
+    """Uninitialised y [B, T, HV, V], the tokens' residuals, and h [NC, HV, E, V, K], the state at the start of each
     chunk.
     """
     y = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=device)
-    return y, torch.empty(p.HV, count(p), p.E, p.V, p.K, dtype=p.dtype, device=device)
+    return y, torch.empty(count(p), p.HV, p.E, p.V, p.K, dtype=p.dtype, device=device)
 
 
 def tables(p, of_chunks, of_gates, of_states, tp) -> Tables:
@@ -145,9 +145,10 @@ def fill_masks(p, q, k, t):
 
 
 def recur(p, q, k, v, t, state, o, y, h):
-    """Kernel 3: fills o, and y and h where they are given; state [N, HV, E, K, V] goes from initial to final in
-    place.
+    """Kernel 3: fills o, and y and h where they are given; state [N, HV, E, K, V] goes from initial to final in place,
+    None where there is none and none is wanted.
     """
+    state = zero_state(p, q.device) if state is None else state
     if y is not None and not p.delta_rule:
         y.copy_(v)
     forward_recurrence(p, q.device, h is not None)(
@@ -158,8 +159,9 @@ def recur(p, q, k, v, t, state, o, y, h):
 
 def reverse(p, q, k, do, t, dstate, dw, dh):
     """Kernel 4: fills dw and dh; dstate goes from the gradient of the final state to that of the initial one in
-    place.
+    place, None as in `recur`.
     """
+    dstate = zero_state(p, q.device) if dstate is None else dstate
     reverse_recurrence(p, q.device)(
         (p.N * p.HV * (p.V // launch(p).recurrence["BV"]), 1, 1),
         q, k, do, t.tp, t.tab, t.dec, t.chunks, t.sequences, t.order, dstate, dw, dh, count(p),
@@ -167,7 +169,7 @@ def reverse(p, q, k, do, t, dstate, dw, dh):
 
 
 def state_gradients(p, q, k, do, y, dw, h, dh, t):
-    """Kernel 5: partial (dq, dk read, dk write [B, T, H, K], row sums [NB, HV, NC, 3, E, C], <S, dS'> [NB, HV, NC,
+    """Kernel 5: partial (dq, dk read, dk write [B, T, H, K], row sums [NB, NC, HV, 3, E, C], <S, dS'> [NB, NC, HV,
     E]).
     """
     NC, NB = count(p), p.K // launch(p).state_gradients["BK"]
@@ -211,11 +213,17 @@ def finish(p, q, k, y, do, dw, t, parts, out):
     )  # fmt: skip
 
 
-def state_from(p, given, device):
-    """A state [N, HV, E, K, V] that a recurrence may change: a copy of the one given, or zeros."""
+def zero_state(p, device) -> torch.Tensor:
+    return torch.zeros(p.N, p.HV, p.E, p.K, p.V, dtype=torch.float32, device=device)
+
+
+def state_from(p, given, wanted, device):
+    """A state [N, HV, E, K, V] that a recurrence may change: a copy of the one given, else zeros if what it becomes is
+    wanted, else None.
+    """
     if given is not None:
         return given.clone()
-    return torch.zeros(p.N, p.HV, p.E, p.K, p.V, dtype=torch.float32, device=device)
+    return zero_state(p, device) if wanted else None
 
 
 def run_forward(fill_masks, recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
@@ -226,7 +234,7 @@ def run_forward(fill_masks, recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, 
         t = tables(p, chunks.tables(p.B, p.T, cu_seqlens, q.device), of_gates, of_states, tp)
         fill_gates(p, q2, k2, g, beta, t)
         fill_masks(p, q, k, t)
-        state = state_from(p, h0, q.device)
+        state = state_from(p, h0, p.output_final, q.device)
         o = torch.empty_like(v)
         recur(p, q, k, v, t, state, o, y, h)
     if not keep:
@@ -242,7 +250,7 @@ def run_backward(reverse, state_gradients, finish, p, q, k, v, q2, k2, g, beta, 
     of_gates = rest.pop() if keeps_gates(p) else None
     with current(q.device):
         t = tables(p, rest or chunks.tables(p.B, p.T, None, q.device), of_gates, of_states, tp)
-        dstate = state_from(p, dht, q.device)
+        dstate = state_from(p, dht, p.has_initial, q.device)
         dw, dh = torch.empty_like(v), torch.empty_like(h)
         reverse(p, q, k, do, t, dstate, dw, dh)
         dh0 = None if h0 is None else dstate
