@@ -98,9 +98,9 @@ def wait_with_state(acc, S, g: gl.constexpr):
 
 
 @gluon.jit
-def slice_selector(layout: gl.constexpr, M: gl.constexpr, BV: gl.constexpr):
+def slice_selector(layout: gl.constexpr, M: gl.constexpr, BV: gl.constexpr, z=0):
     """0/1 matrix [M, BV]: row (e, v), column v. Its products add the slices, or repeat a row for each slice."""
-    m = gl.arange(0, M, layout=gl.SliceLayout(1, layout))
+    m = gl.arange(0, M, layout=gl.SliceLayout(1, layout)) + z
     v = gl.arange(0, BV, layout=gl.SliceLayout(0, layout))
     return gl.where((m[:, None] % BV) == v[None, :], 1.0, 0.0).to(gl.bfloat16)
 

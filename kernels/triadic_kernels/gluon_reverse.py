@@ -25,7 +25,6 @@ from .gluon_compat import (
     tma_load,
     tma_store,
     to_bf16,
-    to_bf16_again,
     wait_all,
     wait_with_state,
 )
@@ -45,46 +44,6 @@ def load_masks(d_tp, d_read, d_do, bar, tp_s, read_s, do_s, i_hc, row, column, p
         tma_load(d_do, [row, column], bar, do_s, pred=pred)
     tma_load(d_tp, [i_hc * 2 * C, 0], bar, tp_s, pred=pred)
     tma_load(d_read, [i_hc * 3 * E, 0], bar, read_s, pred=pred)
-
-
-@gluon.jit
-def store_states(S, stash, d_dh, i_state, column, z, NG: gl.constexpr, EG: gl.constexpr, BV: gl.constexpr,
-                 K: gl.constexpr, h_layout: gl.constexpr):  # fmt: skip
-    """Send the rounded states to memory, once all earlier stores have left shared memory."""
-    tma.store_wait(0)
-    barrier()
-    for g in gl.static_range(NG):
-        stash.index(g + z).store(to_bf16_again(S[g]))
-    fence_async_shared()
-    barrier()
-    for g in gl.static_range(NG):
-        tma_store(d_dh, [i_state + g * EG, column, 0],
-                  reinterpret(stash.index(g + z), gl.bfloat16, [EG, BV, K], h_layout))  # fmt: skip
-
-
-@gluon.jit
-def read_states(S, k_t, table, bar, phase, stash, d_dh, i_state, column, z, NG: gl.constexpr, EG: gl.constexpr,
-                BV: gl.constexpr, K: gl.constexpr, C: gl.constexpr, mma_c: gl.constexpr, operand: gl.constexpr,
-                h_layout: gl.constexpr):  # fmt: skip
-    """Sum over tiles of table * (S k^T), [M, C] float32, and S; k_t [K, C] in shared memory. Stores the states too."""
-    zero = gl.zeros([EG * BV, C], gl.float32, layout=mma_c)
-    total = zero
-    for g in gl.static_range(NG):
-        s = gl.convert_layout(to_bf16(S[g]), operand, assert_trivial=True)
-        x = mma(s, k_t, zero, use_acc=False, is_async=True)
-        if g == 0:  # while the product runs
-            store_states(S, stash, d_dh, i_state, column, z, NG, EG, BV, K, h_layout)
-            mbarrier.wait(bar, phase)
-        if g + 1 < NG:
-            x, S = wait_with_state(x, S, g + 1)
-        else:
-            x = mma_wait(0, deps=[x])
-        x = scale_rows(x, table.slice(g * EG, EG, 0), EG, BV, C)
-        if g == 0:
-            total = x
-        else:
-            total = total + x
-    return total, S
 
 
 @gluon.jit(do_not_specialize=["NC"])
@@ -156,6 +115,9 @@ def reverse_kernel(
         phase = n & 1
         z = n >> 30
         x_s = x_buffer.index(z)
+        xs = (x_s,)
+        if NG == 2:  # where the next k will be
+            xs = xs + (reinterpret(k_s.index(1 - n % 2), gl.bfloat16, [K // M, M, C], tile).index(0),)
         q = q_buffer.index(z)
         do = do_buffer.index(n % ND + z)
         tp = tp_buffer.index(z)
@@ -166,11 +128,27 @@ def reverse_kernel(
             decays = decays + (load_decay(p_dec + (i_hc - n * HV) * E + g * EG, S[g], EG, BV, K),)
         # ---- K dS', scaled by the table; the state's gradient at the chunk's end goes to memory
         mbarrier.wait(bar_k.index(n % 2), (n // 2) & 1)
-        x, S = read_states(
-            S, k.permute([1, 0]), write_s, bar_write, phase, stash, d_dh, (i_hc - n * HV) * E, i_v * BV, z,
-            NG, EG, BV, K, C, mma_c, left_c, h_layout,
-        )  # fmt: skip
-        x_s.store(to_bf16(x))
+        for g in gl.static_range(NG):
+            ds = to_bf16(S[g])
+            x = mma(gl.convert_layout(ds, left_c, assert_trivial=True), k.permute([1, 0]), zero_c,
+                    use_acc=False, is_async=True)  # fmt: skip
+            if g == 0:  # all earlier stores have left shared memory
+                tma.store_wait(0)
+                barrier()
+            stash.index(g + z).store(ds)
+            if g == NG - 1:
+                fence_async_shared()
+                barrier()
+                for i in gl.static_range(NG):
+                    tma_store(d_dh, [(i_hc - n * HV) * E + i * EG, i_v * BV, 0],
+                              reinterpret(stash.index(i + z), gl.bfloat16, [EG, BV, K], h_layout))  # fmt: skip
+            if g == 0:
+                mbarrier.wait(bar_write, phase)
+            if g + 1 < NG:
+                x, S = wait_with_state(x, S, g + 1)
+            else:
+                x = mma_wait(0, deps=[x])
+            xs[g].store(to_bf16(scale_rows(x, write_s.slice(g * EG, EG, 0), EG, BV, C)))
         fence_async_shared()
         if ND == 2:
             mbarrier.wait(bar_do.index(n % 2), (n // 2) & 1)
@@ -180,14 +158,15 @@ def reverse_kernel(
         more = n + 1 < chunks
         next_row = row0 - (n + 1) * C
         # ---- dO, and dY = sum over slices, each repeated for each slice
+        if NG == 2:
+            repeat = slice_selector(left_c, M, BV, z)
         dor = mma(repeat, do.permute([1, 0]), zero_c, use_acc=False, is_async=True)
         dy = zero_c
-        for e in gl.static_range(EG):
-            if e == 0:
-                dy = mma(repeat, x_s.slice(e * BV, BV, 0), zero_c, use_acc=False, is_async=True)
-            else:
-                dy = mma(repeat, x_s.slice(e * BV, BV, 0), dy, is_async=True)
-        load_tile(d_k, bar_k.index(1 - n % 2), k_s.index(1 - n % 2), next_row, i_h * K, more, C * K * 2)
+        for g in gl.static_range(NG):
+            for e in gl.static_range(EG):
+                dy = mma(repeat, xs[g].slice(e * BV, BV, 0), dy, use_acc=g + e > 0, is_async=True)
+        if NG == 1:
+            load_tile(d_k, bar_k.index(1 - n % 2), k_s.index(1 - n % 2), next_row, i_h * K, more, C * K * 2)
         load_tile(d_write, bar_write, write_s, (i_hc - (n + 1) * HV) * 3 * E + 2 * E, 0, more, E * C * 4)
         if ND == 2:
             next_do = do_buffer.index(1 - n % 2)
@@ -205,6 +184,8 @@ def reverse_kernel(
                  use_acc=False, is_async=True)  # fmt: skip
         dw = mma(gl.convert_layout(dyb, left_c, assert_trivial=True), tp.slice(0, C, 0), dw, is_async=True)
         barrier()
+        if NG == 2:
+            load_tile(d_k, bar_k.index(1 - n % 2), k_s.index(1 - n % 2), next_row, i_h * K, more, C * K * 2)
         x_s.store(dyb)
         fence_async_shared()
         # ---- update by Q^T while dW is being formed
@@ -213,7 +194,8 @@ def reverse_kernel(
         for g in gl.static_range(NG):
             u = to_bf16(scale_rows(dob.to(gl.float32), read_s.slice(E + g * EG, EG, 0), EG, BV, C))
             Sn = Sn + (mma(gl.convert_layout(u, left_k, assert_trivial=True), q, Sd[g], is_async=True),)
-        dw = mma_wait(NG, deps=[dw])
+            if g == 0:
+                dw = mma_wait(1, deps=[dw])
         barrier()
         # ---- dW again, as rows to store, and the update by K^T
         out = mma(tp.slice(C, C, 0).permute([1, 0]), do, zero_v, use_acc=False, is_async=True)

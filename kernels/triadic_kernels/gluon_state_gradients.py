@@ -50,7 +50,7 @@ def consumer(
         for step in range(gl.where(rows > 0, G * E, 0)):  # nothing to do beyond the last chunk
             e = step % E
             i_hc = i_c * (H * G) + i_h * G + step // E
-            offset = i_hc.to(gl.int64) * (3 * E * C) + e * C
+            offset = gl.cast(i_hc, gl.int64) * (3 * E * C) + e * C
             if e == 0:
                 mbarrier.wait(operands[which], j & 1)
                 if which == 2:  # the third reads K too
@@ -62,7 +62,7 @@ def consumer(
             w = mma(a_s, states.slice(0, K2, 1), zero, use_acc=False, is_async=True)
             if which < 2:
                 state_products = half_product(states, other_s.index(i % NS), which, K, plain)
-                gl.store(p_ddec + i_hc.to(gl.int64) * E + e, state_products)
+                gl.store(p_ddec + gl.cast(i_hc, gl.int64) * E + e, state_products)
             w = mma_wait(0, deps=[w])
             r = gl.sum(w * to_f32(x_s.slice(0, K2, 1).load(layout)), 1)
             left = left + w * table[:, None]
