@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,42 @@ def test_shell_scripts_say_so_too(script, variable, tmp_path):
     assert f"{variable}=" in told()
     assert not (tmp_path / "out").exists()
     assert told(**{variable: "x"}) == ""
+
+
+TWO_TESTS = """
+import pytest
+
+@pytest.mark.gpu
+def test_gpu():
+    raise NotImplementedError
+
+def test_cpu():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "code", "said", "last"),
+    [
+        (["-m", "gpu"], 4, "ERROR: each of the 1 tests chosen needs a CUDA device, and torch sees none here", ""),
+        (
+            [],
+            1,
+            "needs a CUDA device, and torch sees none here; leave such tests out with -m 'not gpu'",
+            "1 passed, 1 error",
+        ),
+    ],
+)
+def test_tests_that_need_one_say_so(chosen, code, said, last, tmp_path):
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    (tmp_path / "test_two.py").write_text(TWO_TESTS)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, tmp_path]
+    env = dict(os.environ, CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
+    told = [line for line in (done.stdout + done.stderr).splitlines() if line]
+    assert done.returncode == code, told
+    assert any(line.startswith(said) for line in told), told
+    assert not any("NotImplementedError" in line or "Traceback" in line for line in told), told
+    if last:
+        assert told[-1].startswith(last)
