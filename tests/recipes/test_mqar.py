@@ -178,6 +178,9 @@ def test_short_sequences_are_not_more_than_allowed(monkeypatch):
     row, _ = learns(0, 2, max_sequences=50, test_sequences=1)
     assert drawn[:2] == [(2, 50)] * 2
     assert row["tokens"] == 2 * 50 * 4
+    row, _ = learns(0, 2, max_sequences=None, test_sequences=1)
+    assert row["tokens"] == 2 * ESCAPE.tokens_per_step, "unasked, a step of two pairs has as many tokens as any other"
+    assert mqar.MqarConfig().max_sequences is None
 
 
 def test_learning_rate_warms_up_and_ends_at_zero():
@@ -282,8 +285,14 @@ def test_grids_load(scale, program):
         ({"pairs": 33}, "must not exceed keys"),
         ({"tokens_per_step": 15}, "at least one sequence of 16"),
         ({"growth_from": 1}, "growth_from \\(1\\) must be at least 2"),
-        ({"growth_steps": -1}, "growth_steps \\(-1\\) must not be negative"),
-        ({"max_sequences": 0}, "max_sequences \\(0\\) at least 1"),
+        ({"growth_steps": -1}, "growth_steps \\(-1\\) must be at least 0"),
+        ({"max_sequences": 0}, "max_sequences \\(0\\) must be at least 1"),
+        ({"steps": 0}, "steps \\(0\\) must be at least 1"),
+        ({"test_sequences": 0}, "test_sequences \\(0\\) must be at least 1"),
+        ({"pairs": 0}, "pairs \\(0\\) must be at least 1"),
+        ({"slices": 0}, "slices \\(0\\) must be at least 1"),
+        ({"values": 0}, "values \\(0\\) must be at least 1"),
+        ({"warmup_steps": -1}, "warmup_steps \\(-1\\) must be at least 0"),
     ],
 )
 def test_impossible_tasks_are_refused(changes, message):
