@@ -235,6 +235,21 @@ def test_program_fills_a_grid_and_goes_on_where_it_stopped(program, tmp_path):
         program.run(other, output, "test")
 
 
+def test_grids_and_outputs_that_cannot_be_are_refused(program, tmp_path):
+    grid = settings.load(program.Grid, RECIPE / "smoke.yaml")
+    for changes in ({"pairs": []}, {"slices": [1, 1]}):
+        with pytest.raises(ValueError, match=r"must be different numbers, at least one, not \["):
+            dataclasses.replace(grid, **changes)
+    for content in ("[]", "{}", "{"):
+        (tmp_path / "other.json").write_text(content)
+        with pytest.raises(ValueError, match=r"other.json is no result file of this program; name another --output"):
+            program.run(grid, tmp_path / "other.json", "test")
+    with pytest.raises(ValueError, match="is no result file of this program"):
+        program.run(grid, tmp_path, "test")
+    with pytest.raises(ValueError, match=r"other.json/mqar.json cannot be written"):
+        program.run(dataclasses.replace(grid, pairs=[2], slices=[1]), tmp_path / "other.json" / "mqar.json", "test")
+
+
 def test_runs_near_the_fall_of_each_curve_come_first(program):
     grid = program.Grid(pairs=[32, 64, 128, 256], slices=[1, 2], seeds=2, training=mqar.MqarConfig(), transition=64.0)
     order = [(run.seed, run.slices, run.pairs) for run in grid.runs()]
@@ -242,7 +257,7 @@ def test_runs_near_the_fall_of_each_curve_come_first(program):
     assert [seed for seed, *_ in order] == [0] * 8 + [1] * 8
     assert order[6:8] == [(0, 1, 256), (0, 2, 32)]  # two doublings away
     assert [(r.seed, r.slices, r.pairs) for r in dataclasses.replace(grid, reach=1.0, seeds=1).runs()] == order[:6]
-    for name in ("processes", "reach", "seconds"):
+    for name in ("seeds", "processes", "reach", "seconds"):
         with pytest.raises(ValueError, match=f"{name} is 0 but must be above 0"):
             dataclasses.replace(grid, **{name: 0})
 
