@@ -4,6 +4,12 @@
 # results/bench_train).
 #   MODELS_4K, MODELS_64K  model configs, "" for none; TRAIN_ARGS, LONG_ARGS  for scripts/benchmark_training.py
 set -e
+if test -z "${MODELS_4K+x}${MODELS_64K+x}" && ! python3 -c "import torch; exit(not torch.cuda.is_available())"; then
+    echo "error: the 1.3B and 400M models are timed on a CUDA device, and torch sees none here; run it on a GPU, or try a" \
+        "small model on the CPU: MODELS_4K=configs/model/demo.json MODELS_64K=" \
+        "TRAIN_ARGS='--lengths 256 --pass-tokens 1024 --steps 2 --eager' scripts/bench_train.sh" >&2
+    exit 1
+fi
 OUT=${OUT:-results/bench_train}
 M=configs/model
 ALL="$M/gdn_1.3b.json $M/triadic_gdn_1.3b_e8.json $M/transformer_1.3b.json $M/triadic_gdn_400m_e8.json $M/gdn_400m.json \

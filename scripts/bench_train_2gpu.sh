@@ -4,6 +4,13 @@
 #   MODEL, LONG_MODEL, LONG  model configs and the window; TRAIN_ARGS  for scripts/benchmark_training.py
 #   CONTEXT_ARGS  for tests/models/context_cases.py
 set -e
+if test -z "$MODEL$LONG_MODEL$CONTEXT_ARGS" && ! python3 -c "import torch; exit(torch.cuda.device_count() < 2)"; then
+    echo "error: this times two CUDA devices, and torch sees fewer here; run it where there are two, or try a small model" \
+        "on the CPU: ACCELERATE_USE_CPU=true MODEL=configs/model/demo.json LONG_MODEL=configs/model/demo.json LONG=1024" \
+        "TRAIN_ARGS='--pass-tokens 4096 --accumulation 1 --eager'" \
+        "CONTEXT_ARGS='--tokens 256 --kinds configs/model/demo.json' scripts/bench_train_2gpu.sh" >&2
+    exit 1
+fi
 OUT=${OUT:-results/bench_train_2gpu}
 M=configs/model
 MODEL=${MODEL:-$M/gdn_1.3b.json}

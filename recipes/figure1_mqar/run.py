@@ -21,6 +21,7 @@ import torch
 
 from triadic import settings
 from triadic.evaluation import mqar
+from triadic.evaluation.journal import write_json
 from triadic.origin import origin, versions
 
 
@@ -38,7 +39,11 @@ class Grid:
     seconds: float | None = None  # after which no further run begins; null: no limit
 
     def __post_init__(self):
-        for name in ("processes", "transition", "reach", "seconds"):
+        for name in ("pairs", "slices"):
+            values = getattr(self, name)
+            if not values or len(set(values)) != len(values):
+                raise ValueError(f"{name} must be different numbers, at least one, not {values}")
+        for name in ("seeds", "processes", "transition", "reach", "seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value} but must be above 0{', or null' if name[0] in 'rs' else ''}")
@@ -92,26 +97,38 @@ def finished(grid: Grid, configs: list[mqar.MqarConfig]) -> Iterator[dict]:
             yield from (future.result() for future in ended)
 
 
+def read(output: Path) -> dict:
+    """What an earlier call has left; raises ValueError if that is no result file of this program."""
+    try:
+        result = json.loads(output.read_text())
+    except (OSError, ValueError):
+        result = None
+    if not isinstance(result, dict) or not result.keys() >= {"training", "rows"}:
+        raise ValueError(f"{output} is no result file of this program; name another --output or remove it")
+    return result
+
+
 def run(grid: Grid, output: Path, command: str, commit: str | None = None) -> dict:
     """Train what `output` does not hold yet and return its content.
 
-    Raises ValueError if `output` was made with another training configuration.
+    Raises ValueError if `output` was made with another training configuration, is something else or cannot be written.
     """
     training = settings.to_dict(grid.training)
-    result = json.loads(output.read_text()) if output.is_file() else {"training": training, "rows": []}
+    result = read(output) if output.exists() else {"training": training, "rows": []}
     if result["training"] != training:
         raise ValueError(f"{output} holds runs of another configuration; name another --output or remove it")
     done = [row for row in result["rows"] if row["metric"] == "accuracy"]
     missing = [c for c in grid.runs() if (c.pairs, c.slices, c.seed) not in {(r["N"], r["E"], r["seed"]) for r in done}]
-    output.parent.mkdir(parents=True, exist_ok=True)
     header = origin(command) | {"versions": versions(), "training": training}
     header["commit"] = commit or header["commit"]
+    if missing:  # a disk that refuses does so before the first run
+        write_json(output, header | {"rows": result["rows"]})
     count = 0
     for count, row in enumerate(finished(grid, missing), 1):
         done.append(row)
         print(f"{count}/{len(missing)}: {row}", flush=True)
         result = header | {"rows": done + list(mqar.summarize(done, grid.training))}
-        output.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(output, result)
     if count < len(missing):
         print(f"{len(missing) - count} runs have not begun; the same command goes on with them", flush=True)
     return result

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import torch.distributed
 
+INTERRUPTED = 130  # what a shell says of a program that Ctrl-C ended
+
 
 @contextlib.contextmanager
 def leaving_group() -> Iterator[None]:
@@ -40,7 +42,7 @@ def _told(error: BaseException) -> int:
     """Print what Python prints of an error that nothing catches; the exit code it ends with."""
     if not isinstance(error, SystemExit):
         sys.excepthook(type(error), error, error.__traceback__)  # torch's, which names the rank
-        return 1
+        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
     print(error.code, file=sys.stderr)

@@ -120,6 +120,44 @@ def test_a_tiny_models_state_is_not_zero(tmp_path):
     assert [cell.strip() for cell in lines[4].split("|")][2:5] == ["0.021", "0.012", "0.20"]
 
 
+def demo(name: str, loss: float, text="0123456789abcdef", **changes) -> dict:
+    """What the demo's suite leaves of a model, and of a baseline that is 0.5 nats worse."""
+    found = results(name, weights=name) | {"data": {"perplexity": {"validation": text}}, "rows": []}
+    facts = {"windows": 8, "window": 1024} | changes
+    for model, own in ((name, loss), ("baseline", 5.5)):
+        found["rows"] += [
+            {"metric": "perplexity", "model": model, "position": [0, 4], "loss": own + 1.0, "value": 1.0},
+            {"metric": "perplexity", "model": model, "position": [4, 1024], "loss": own - 0.25, "value": 1.0},
+            {"metric": "heldout_loss", "model": model, "value": own, "se": 0.1} | facts,
+        ]
+    found["rows"].append({"metric": "gain_over_unigram", "model": name, "value": 6.5 - loss, "se": None} | facts)
+    return found
+
+
+def test_losses_stand_side_by_side_where_the_text_is_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "draw_rows", lambda *_: [])
+    suites = [demo("a", 5.0), demo("b", 4.5), demo("c", 3.0, text="f" * 16), demo("c", 3.5, windows=4)]
+    folders = [write(tmp_path / str(i), suite) for i, suite in enumerate(suites)]
+    tables = compare.compare(folders, tmp_path / "out").split("## ")[1:]
+    assert [text.splitlines()[0] for text in tables] == [
+        "Held-out loss, nats a token: text 0123456789ab, 8 windows of 1024 tokens",
+        "Held-out loss, nats a token: text ffffffffffff, 8 windows of 1024 tokens",
+        "Held-out loss, nats a token: text 0123456789ab, 4 windows of 1024 tokens",
+    ]
+    assert tables[0].splitlines()[2:-1] == [
+        "| model | loss | below a unigram model's | at 0-4 | at 4-1024 |",
+        "| --- | --- | --- | --- | --- |",
+        "| a | 5.0000 | 1.5000 | 6.0000 | 4.7500 |",
+        "| baseline | 5.5000 |  | 6.5000 | 5.2500 |",
+        "| b | 4.5000 | 2.0000 | 5.5000 | 4.2500 |",
+    ]
+    kept = json.loads((tmp_path / "out" / "comparison.json").read_text())["heldout"]
+    assert kept[0]["buckets"] == {"0-4": 6.0, "4-1024": 4.75}
+    again = write(tmp_path / "again", demo("a", 5.1))
+    with pytest.raises(ValueError, match="two results of a have different held-out losses"):
+        compare.compare([folders[0], again], tmp_path / "out2")
+
+
 def test_what_contradicts_or_is_missing_is_refused(tmp_path):
     one, two = write(tmp_path / "1", results()), write(tmp_path / "2", results(weights="other"))
     with pytest.raises(ValueError, match="two results of ours have different weights"):

@@ -1,6 +1,7 @@
 """The speed benchmark at its smallest: the bytes it counts, and rows of every kind."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ def test_bytes(state):
     states = 2 * 3 * state_bytes(linear, 1, 4 if state == "float32" else 2) / 2 / 1e9
     assert row["states_gb"] == pytest.approx(states, rel=1e-6)
     assert row["tokens_per_s"] == pytest.approx(3e3 / row["ms_per_step"], rel=0.01)
+    moved = sum(row[f"{name}_gb"] for name in ("weights", "states", "keys_values"))
+    assert row["roofline"] == pytest.approx(moved / row["ms_per_step"], abs=1e-3)  # GB at 1e12 bytes a second
 
 
 def test_result_file(tmp_path):
@@ -36,6 +39,8 @@ def test_result_file(tmp_path):
     assert {"commit", "date", "gpu", "gpu_count", "versions", "command", "copy_tbps", "rows"} <= result.keys()
     assert [row["what"] for row in result["rows"]] == ["decode_model", "decode_model", "prefill_model"]
     assert [row["B"] for row in result["rows"]] == [1, 2, 1]
+    assert result["copy_tbps"] is None, "a CPU has no roofline: its caches hold what a small model reads"
+    assert [row.get("roofline") for row in result["rows"]] == [None] * 3
     json.dumps(result)
 
 
@@ -45,6 +50,15 @@ def test_result_file(tmp_path):
         ({"steps": 8}, "steps at least 9: 4 untimed ones and 5 rounds"),
         ({"batch": [1, 0]}, "batch, context and prefill must be at least 1"),
         ({"models": ["no/such/config.json"]}, "no/such/config.json cannot be read as a model config"),
+        (
+            {"models": [str(Path(__file__).parent)]},
+            "evaluation/config.json cannot be read as a model config: there is no such file",
+        ),
+        ({"device": "gpu"}, "gpu is no device; give --device cuda or cpu"),
+        (
+            {"device": f"cuda:{torch.cuda.device_count()}"},
+            r"there is no device cuda:\d; torch sees \d CUDA devices here",
+        ),
         ({"state": "float16"}, "linear_state_dtype is 'float16' but must be one of"),
     ],
 )

@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
@@ -53,13 +54,16 @@ def test_the_ten_tasks_score_as_with_lm_evals_wrapper(llama, local, shipped):
         torch.testing.assert_close(torch.tensor(said), torch.tensor(meant), rtol=1e-5, atol=1e-4)
 
 
-def test_suite_of_tasks_and_documents(llama, local, pages, tmp_path):
+def test_suite_of_tasks_and_documents(llama, local, pages, tmp_path, monkeypatch):
+    read, load_dataset = [], datasets.load_dataset
+    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: read.append(k["data_files"]) or load_dataset(*a, **k))
     tree = {
         "name": "tasks",
         "zeroshot": {"metrics": {"piqa": "acc", "copa": "acc"}, "folder": str(local), "samples": 2},
         "wikitext": {"path": str(pages), "documents_per_step": 1},
     }
     results = evaluate(str(llama), settings.from_dict(config.SuiteConfig, tree), tmp_path)
+    assert [Path(files["test"]).name for files in read] == ["piqa.jsonl", "copa.jsonl"], "each is read once"
     rows = {(row["metric"], row.get("task")): row for row in results["rows"]}
     piqa, copa = rows["acc", "piqa"], rows["acc", "copa"]
     assert (piqa["samples"], copa["samples"]) == (2, 2)
@@ -149,6 +153,7 @@ def test_what_is_missing_is_named(llama, local, pages, tmp_path, monkeypatch):
     row = {"value": 0.5, "se": None, "samples": 1, "cut": 0, "data": "hub", "context_length": 9, "centre": "answer"}
     done = {"zeroshot": {"metrics": {"piqa": "acc"}}, "recall": {"tasks": ["nq"]}}
     with monkeypatch.context() as online:  # a finished evaluation needs its data no more
+        online.setattr(zeroshot, "load", lambda *_: None)
         online.setattr(zeroshot, "metrics", lambda *_: ["acc"])
         online.setattr(zeroshot, "score", lambda *_: row | {"metric": "acc", "task": "piqa"})
         online.setattr(recall, "read", lambda *_: iter(()))

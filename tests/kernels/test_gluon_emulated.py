@@ -1,5 +1,5 @@
 """The Gluon kernels on a CPU, run by gluon_emulator.py, against the token recurrence in float64; and the faults that
-the emulator is there to see.
+its machine, gluon_machine.py, is there to see.
 """
 
 import importlib.util
@@ -37,8 +37,8 @@ def test_every_number_of_slices_and_every_feature(judge):
 
 @pytest.fixture
 def hopper():
-    """The emulator as a module, within a program that runs."""
-    spec = importlib.util.spec_from_file_location("gluon_emulator", EMULATOR)
+    """The emulator's machine as a module, within a program that runs."""
+    spec = importlib.util.spec_from_file_location("gluon_machine", EMULATOR.with_name("gluon_machine.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.block = module.Block((0, 0, 0), (1, 1, 1), 4)

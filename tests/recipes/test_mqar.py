@@ -178,6 +178,9 @@ def test_short_sequences_are_not_more_than_allowed(monkeypatch):
     row, _ = learns(0, 2, max_sequences=50, test_sequences=1)
     assert drawn[:2] == [(2, 50)] * 2
     assert row["tokens"] == 2 * 50 * 4
+    row, _ = learns(0, 2, max_sequences=None, test_sequences=1)
+    assert row["tokens"] == 2 * ESCAPE.tokens_per_step, "unasked, a step of two pairs has as many tokens as any other"
+    assert mqar.MqarConfig().max_sequences is None
 
 
 def test_learning_rate_warms_up_and_ends_at_zero():
@@ -232,6 +235,21 @@ def test_program_fills_a_grid_and_goes_on_where_it_stopped(program, tmp_path):
         program.run(other, output, "test")
 
 
+def test_grids_and_outputs_that_cannot_be_are_refused(program, tmp_path):
+    grid = settings.load(program.Grid, RECIPE / "smoke.yaml")
+    for changes in ({"pairs": []}, {"slices": [1, 1]}):
+        with pytest.raises(ValueError, match=r"must be different numbers, at least one, not \["):
+            dataclasses.replace(grid, **changes)
+    for content in ("[]", "{}", "{"):
+        (tmp_path / "other.json").write_text(content)
+        with pytest.raises(ValueError, match=r"other.json is no result file of this program; name another --output"):
+            program.run(grid, tmp_path / "other.json", "test")
+    with pytest.raises(ValueError, match="is no result file of this program"):
+        program.run(grid, tmp_path, "test")
+    with pytest.raises(ValueError, match=r"other.json/mqar.json cannot be written"):
+        program.run(dataclasses.replace(grid, pairs=[2], slices=[1]), tmp_path / "other.json" / "mqar.json", "test")
+
+
 def test_runs_near_the_fall_of_each_curve_come_first(program):
     grid = program.Grid(pairs=[32, 64, 128, 256], slices=[1, 2], seeds=2, training=mqar.MqarConfig(), transition=64.0)
     order = [(run.seed, run.slices, run.pairs) for run in grid.runs()]
@@ -239,7 +257,7 @@ def test_runs_near_the_fall_of_each_curve_come_first(program):
     assert [seed for seed, *_ in order] == [0] * 8 + [1] * 8
     assert order[6:8] == [(0, 1, 256), (0, 2, 32)]  # two doublings away
     assert [(r.seed, r.slices, r.pairs) for r in dataclasses.replace(grid, reach=1.0, seeds=1).runs()] == order[:6]
-    for name in ("processes", "reach", "seconds"):
+    for name in ("seeds", "processes", "reach", "seconds"):
         with pytest.raises(ValueError, match=f"{name} is 0 but must be above 0"):
             dataclasses.replace(grid, **{name: 0})
 
@@ -282,8 +300,14 @@ def test_grids_load(scale, program):
         ({"pairs": 33}, "must not exceed keys"),
         ({"tokens_per_step": 15}, "at least one sequence of 16"),
         ({"growth_from": 1}, "growth_from \\(1\\) must be at least 2"),
-        ({"growth_steps": -1}, "growth_steps \\(-1\\) must not be negative"),
-        ({"max_sequences": 0}, "max_sequences \\(0\\) at least 1"),
+        ({"growth_steps": -1}, "growth_steps \\(-1\\) must be at least 0"),
+        ({"max_sequences": 0}, "max_sequences \\(0\\) must be at least 1"),
+        ({"steps": 0}, "steps \\(0\\) must be at least 1"),
+        ({"test_sequences": 0}, "test_sequences \\(0\\) must be at least 1"),
+        ({"pairs": 0}, "pairs \\(0\\) must be at least 1"),
+        ({"slices": 0}, "slices \\(0\\) must be at least 1"),
+        ({"values": 0}, "values \\(0\\) must be at least 1"),
+        ({"warmup_steps": -1}, "warmup_steps \\(-1\\) must be at least 0"),
     ],
 )
 def test_impossible_tasks_are_refused(changes, message):

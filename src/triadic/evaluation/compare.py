@@ -65,6 +65,22 @@ def columns(results: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+def heldout(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The held-out losses of a results.json, nats a token, one row for each model in it (a baseline is another).
+
+    Losses compare where `text` (begin of the fingerprint of the token ids), `window` and `windows` are the same.
+    """
+    text = results.get("data", {}).get("perplexity", {}).get("validation", "unknown")[:12]
+    found = []
+    for whole in (row for row in results["rows"] if row["metric"] == "heldout_loss"):
+        own = [row for row in results["rows"] if row["model"] == whole["model"]]
+        gain = [row["value"] for row in own if row["metric"] == "gain_over_unigram"]
+        buckets = {"{}-{}".format(*row["position"]): row["loss"] for row in own if row["metric"] == "perplexity"}
+        facts = {key: whole[key] for key in ("model", "window", "windows")} | {"text": text}
+        found.append(facts | {"loss": whole["value"], "over_unigram": gain[0] if gain else None, "buckets": buckets})
+    return found
+
+
 def paper_rows(names: list[str]) -> dict[str, dict[str, float | str]]:
     """Rows of the paper's tables by "TABLE/ROW", or by the row's name alone; raises ValueError for unknown ones."""
     tables = {name: rows for name, rows in json.loads(PAPER.read_text()).items() if isinstance(rows, dict)}
@@ -82,10 +98,12 @@ def compare(folders: list[str | Path], output: str | Path, paper: list[str] | No
     """Write comparison.json, comparison.md and figures of all models into `output`; returns the Markdown.
 
     `folders` hold a results.json each, or several of one model's suites (they are put together); `paper` names rows of
-    the paper's tables. Raises ValueError for a folder without results and for figures of one model that contradict.
+    the paper's tables. Losses on held-out text follow, a table for each text. Raises ValueError for a folder without
+    results and for figures of one model that contradict.
     """
     models: dict[str, dict[str, Any]] = {}
     rows: list[dict[str, Any]] = []
+    losses: dict[tuple[Any, ...], dict[str, Any]] = {}
     for folder in folders:
         results = _read(Path(folder))
         name = results["checkpoint"]["name"]
@@ -93,17 +111,39 @@ def compare(folders: list[str | Path], output: str | Path, paper: list[str] | No
         _same(entry["weights_sha256"], results["checkpoint"]["weights_sha256"], name, "weights")
         for column, value in columns(results).items():
             _same(entry["columns"].setdefault(column, value), value, name, column)
+        for row in heldout(results):
+            key = tuple(row[name] for name in ("text", "window", "windows", "model"))
+            _same(losses.setdefault(key, row)["loss"], row["loss"], row["model"], "held-out losses")
         rows += results["rows"]
     beside = paper_rows(paper or [])
     used = [c for c in COLUMNS if any(c in values for values in [*(m["columns"] for m in models.values())])]
     cells = [[name, *(_cell(model["columns"], c) for c in used)] for name, model in models.items()]
     cells += [[name, *(_cell(values, c) for c in used)] for name, values in beside.items()]
-    text = "\n".join(["# Comparison", "", *table(["model", *(COLUMNS[c][0] for c in used)], cells), ""])
+    lines = table(["model", *(COLUMNS[c][0] for c in used)], cells)
+    text = "\n".join(["# Comparison", "", *lines, "", *_losses(list(losses.values()))])
     output = Path(output)
-    write_json(output / "comparison.json", {"models": models, "paper": beside})
+    write_json(output / "comparison.json", {"models": models, "paper": beside, "heldout": list(losses.values())})
     (output / "comparison.md").write_text(text)
     figures.draw_rows(rows, output)
     return text
+
+
+def _losses(rows: list[dict[str, Any]]) -> list[str]:
+    """A table for each text, window and number of windows, in which losses compare."""
+    lines, groups = [], {}
+    for row in rows:
+        groups.setdefault((row["text"], row["window"], row["windows"]), []).append(row)
+    for (text, window, windows), group in groups.items():
+        buckets = list(dict.fromkeys(bucket for row in group for bucket in row["buckets"]))
+        cells = [
+            [row["model"], f"{row['loss']:.4f}", "" if row["over_unigram"] is None else f"{row['over_unigram']:.4f}"]
+            + [f"{row['buckets'][bucket]:.4f}" if bucket in row["buckets"] else "" for bucket in buckets]
+            for row in group
+        ]
+        heading = ["model", "loss", "below a unigram model's", *(f"at {bucket}" for bucket in buckets)]
+        lines += [f"## Held-out loss, nats a token: text {text}, {windows} windows of {window} tokens", ""]
+        lines += [*table(heading, cells), ""]
+    return lines
 
 
 def _read(folder: Path) -> dict[str, Any]:

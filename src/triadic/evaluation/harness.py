@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
+from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -191,16 +192,23 @@ def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     return tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
 
 
-def run_task(lm: LM, task: str, manager: TaskManager, samples: int | range | None = None) -> dict[str, Any] | None:
-    """One lm-eval task, as `simple_evaluate` runs it with its default seeds.
-
-    `samples`: how many of its first documents, or which of them; None: all. `task` is a name the manager knows or a
-    YAML file. Returns lm-eval's results with the samples, in a job of several processes only in the first one. There
-    is no environment report, which costs seconds for each task.
-    """
+def seed() -> None:
+    """The seeds of `simple_evaluate`, which a task may draw with when it is loaded and when it runs."""
     random.seed(0)
     np.random.seed(1234)
     torch.manual_seed(1234)
+
+
+def run_task(
+    lm: LM, task: str | Task, manager: TaskManager, samples: int | range | None = None
+) -> dict[str, Any] | None:
+    """One lm-eval task, as `simple_evaluate` runs it with its default seeds.
+
+    `samples`: how many of its first documents, or which of them; None: all. `task` is a name the manager knows, a
+    YAML file, or a task that it has loaded after `seed`. Returns lm-eval's results with the samples, in a job of
+    several processes only in the first one. There is no environment report, which costs seconds for each task.
+    """
+    seed()
     loaded = manager.load([task])
     ((name, chosen),) = loaded["tasks"].items()
     if chosen.get_config("num_fewshot") is None:

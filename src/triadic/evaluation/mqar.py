@@ -60,11 +60,15 @@ class MqarConfig:
     growth_from: int = 2  # with growth_steps: N begins here until the loss is below log(growth_from), less than naming
     growth_steps: int = 0  # any value of the sequence gives; then it doubles, evenly over these steps, until `pairs`
     matched_start: bool = False  # q = k and q2 = k2 before the first step; the paper draws each for itself
-    max_sequences: int = 4096  # in a step: short ones, of few pairs, cost as much as longer ones
+    max_sequences: int | None = None  # in a step, where few pairs would make them many; None: what its tokens give
     test_sequences: int = 3000
     precision: Literal["bf16", "fp32"] = "bf16"  # bf16: autocast over fp32 weights
 
     def __post_init__(self):
+        for name, value in vars(self).items():
+            least = int(name not in ("seed", "warmup_steps", "growth_steps"))
+            if type(value) is int and value < least:
+                raise ValueError(f"{name} ({value}) must be at least {least}")
         if self.hidden_size != 2 * self.embedding_size:
             raise ValueError(
                 f"hidden_size ({self.hidden_size}) must be twice embedding_size ({self.embedding_size}): a token is "
@@ -77,11 +81,6 @@ class MqarConfig:
         if self.tokens_per_step < 2 * self.pairs:
             raise ValueError(
                 f"tokens_per_step ({self.tokens_per_step}) must hold at least one sequence of {2 * self.pairs} tokens"
-            )
-        if self.growth_steps < 0 or self.max_sequences < 1:
-            raise ValueError(
-                f"growth_steps ({self.growth_steps}) must not be negative, and max_sequences ({self.max_sequences}) "
-                "at least 1"
             )
         if self.growth_steps and self.growth_from < 2:
             raise ValueError(
@@ -232,7 +231,8 @@ def train(
     start, tokens, left = time.perf_counter(), 0, None
     for step in range(config.steps):
         pairs = pairs_at(config, step, left)
-        sequences = min(config.tokens_per_step // (2 * pairs), config.max_sequences)
+        sequences = config.tokens_per_step // (2 * pairs)
+        sequences = min(sequences, config.max_sequences or sequences)
         batch = draw(config, pairs, sequences, generator)
         with _autocast(config, device):
             loss = model.loss(*batch)

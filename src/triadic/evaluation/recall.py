@@ -38,10 +38,9 @@ def check(context: "Context", config: RecallConfig) -> dict[str, str]:
             f"recall.context_length is {config.context_length}, but {context.checkpoint.name} takes at most {limit} "
             "tokens; lower it, or raise model.max_length if the model can extrapolate"
         )
-    hashes = {}  # the hub's data: the prompts' hashes are in the rows
-    if config.folder is not None:
-        hashes = {task: file_hash(local_file(config.folder, task, "recall.folder")) for task in config.tasks}
-    return hashes
+    if config.folder is None:
+        return {}  # the prompts' hashes are in the rows
+    return {task: file_hash(local_file(config.folder, task, "recall.folder")) for task in config.tasks}
 
 
 def ready(context: "Context", config: RecallConfig) -> None:

@@ -1,4 +1,4 @@
-"""How fast a model decodes and reads a prompt, against what the memory's bandwidth allows."""
+"""How fast a model decodes and reads a prompt, on a GPU against what the memory's bandwidth allows."""
 
 import statistics
 import time
@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from transformers import StaticCache
 
-from triadic.models import TriadicConfig, TriadicForCausalLM
+from triadic.models import TriadicConfig, TriadicForCausalLM, check_timeable
 from triadic.models.cache import CACHE_NAME, RecurrentLayer, new_cache
+from triadic.models.loading import load_config
 from triadic.origin import origin, versions
 
 SEED_TOKENS = 4  # fill the caches before the clock starts
 UNTIMED = 4  # steps that compile, record and replay
+TRIAL = "configs/model/demo.json --batch 1 --context 128 --steps 9"  # seconds on a CPU
 ROUNDS = 5  # of steps, timed one by one; their median counts
 
 
@@ -34,7 +36,7 @@ def random_model(config: TriadicConfig, device: torch.device, dtype: torch.dtype
 
 @torch.no_grad()
 def decoding_speed(
-    model: TriadicForCausalLM, batch: int, context: int, bandwidth: float, *, steps: int = 64
+    model: TriadicForCausalLM, batch: int, context: int, bandwidth: float | None, *, steps: int = 64
 ) -> dict[str, Any]:
     """Greedy decoding of `batch` sequences of `context` tokens each, from a static cache; on a GPU compiled and
     replayed as CUDA graphs.
@@ -42,12 +44,12 @@ def decoding_speed(
     The prompt itself is not read: the caches are told that they hold `context` tokens.
 
     Args:
-        bandwidth: bytes per second, see `copy_bandwidth`.
+        bandwidth: bytes per second, see `copy_bandwidth`; None on a CPU, whose caches hold what a small model reads.
 
     Returns:
         ms_per_step (each step gives every sequence a token; host time included), tokens_per_s, and roofline: the time
         to read the weights once and the states or keys and values (read and, states, written) at `bandwidth`, over the
-        time taken; the bytes of each, and the peak of the allocated memory.
+        time taken (None without a bandwidth); the bytes of each, and the peak of the allocated memory.
     """
     device = model.device
     cache = StaticCache(model.config, max_cache_len=context + steps + SEED_TOKENS)
@@ -71,9 +73,10 @@ def decoding_speed(
 
     seconds = statistics.median(_seconds(decode, device) for _ in range(ROUNDS)) / each
     moved = _bytes_moved(model, cache, batch, context)
+    roofline = None if bandwidth is None else round(sum(moved.values()) / bandwidth / seconds, 3)
     return {
         "what": "decode_model", "B": batch, "context": context, "ms_per_step": round(seconds * 1e3, 4),
-        "tokens_per_s": round(batch / seconds, 1), "roofline": round(sum(moved.values()) / bandwidth / seconds, 3),
+        "tokens_per_s": round(batch / seconds, 1), "roofline": roofline,
         **{f"{name}_gb": round(value / 1e9, 9) for name, value in moved.items()}, "peak_gib": _peak(device),
     }  # fmt: skip
 
@@ -147,12 +150,14 @@ def _peak(device) -> float | None:
     return round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None
 
 
-def _config(path, state) -> TriadicConfig:
+def _device(name) -> torch.device:
     try:
-        found = TriadicConfig.from_pretrained(path)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read as a model config: {error}") from error
-    return TriadicConfig(**{**found.to_dict(), "linear_state_dtype": state})  # checked once more
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"{name} is no device; give --device cuda or cpu") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"there is no device {name}; torch sees {torch.cuda.device_count()} CUDA devices here")
+    return device
 
 
 def measure(models, batch, context, prefill, state, dtype, steps, device, command, **_) -> Iterator[dict[str, Any]]:
@@ -161,18 +166,23 @@ def measure(models, batch, context, prefill, state, dtype, steps, device, comman
     What does not fit into the memory leaves a row that says so.
 
     Raises:
-        ValueError: numbers that cannot be measured with, or a model config that cannot be read.
+        ValueError: numbers that cannot be measured with, a device that is not there, a model config that cannot be
+            read, or a large model where there is no GPU.
     """
     if steps < UNTIMED + ROUNDS or min([1, *batch, *context, *prefill]) < 1:
         raise ValueError(
             f"batch, context and prefill must be at least 1, and steps at least {UNTIMED + ROUNDS}: "
             f"{UNTIMED} untimed ones and {ROUNDS} rounds of one or more."
         )
-    device = torch.device(device)
-    bandwidth = copy_bandwidth(device, gib=4.0 if device.type == "cuda" else 0.01)
-    result = origin(command) | {"versions": versions(), "copy_tbps": round(bandwidth / 1e12, 3), "rows": []}
-    for path in models:
-        config = _config(path, state)
+    device = _device(device)
+    states = {"linear_state_dtype": state}
+    configs = {path: TriadicConfig(**{**load_config(path).to_dict(), **states}) for path in models}  # checked once more
+    for path, config in configs.items():
+        check_timeable(config, path, TRIAL)
+    bandwidth = copy_bandwidth(device) if device.type == "cuda" else None
+    tbps = None if bandwidth is None else round(bandwidth / 1e12, 3)
+    result = origin(command) | {"versions": versions(), "copy_tbps": tbps, "rows": []}
+    for path, config in configs.items():
         model = random_model(config, device, getattr(torch, dtype))
         facts = {"model": Path(path).stem, "E": config.second_key_dim, "state": state, "dtype": dtype}
         jobs = [(decoding_speed, b, c, {"bandwidth": bandwidth, "steps": steps}) for b in batch for c in context]

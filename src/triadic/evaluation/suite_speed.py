@@ -23,9 +23,12 @@ from triadic.evaluation.loading import Checkpoint
 from triadic.evaluation.scoring import token_losses
 from triadic.evaluation.speed import random_model
 from triadic.evaluation.suite import evaluate
-from triadic.models import TriadicConfig
+from triadic.models import check_timeable
+from triadic.models.loading import load_config
 from triadic.origin import origin, versions
 
+# Half a minute on a CPU.
+TRIAL = "--config configs/model/demo.json --length 2048 --windows 2 --samples 1 --dtype float32"
 CHARACTERS_A_TOKEN = 6  # more than any tokenizer trained here reaches: documents hold at least one window
 
 
@@ -42,9 +45,12 @@ def suite_speed(
 
     Returns:
         Origin and versions, and a row for each part: seconds, tokens_per_s, peak_gib (GPU), the batch that was found.
+
+    Raises ValueError for a config or text that cannot be used, and where there is no GPU for a large model.
     """
     output = Path(output)
-    preset = TriadicConfig.from_json_file(config)
+    preset = load_config(config)
+    check_timeable(preset, config, TRIAL)
     documents = join(own_texts(text), CHARACTERS_A_TOKEN * length)
     shutil.rmtree(output / "documents", ignore_errors=True)
     (output / "documents").mkdir(parents=True)

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.model import LM
+from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
 from triadic.evaluation.config import ZeroshotConfig
 from triadic.evaluation.documents import file_hash, local_file
-from triadic.evaluation.harness import run_task
+from triadic.evaluation.harness import run_task, seed
 
 if TYPE_CHECKING:
     from triadic.evaluation.suite import Context
@@ -31,47 +32,60 @@ def check(context: "Context", config: ZeroshotConfig) -> dict[str, str]:
     unknown = [task for task in config.metrics if task not in stock_tasks().all_subtasks]
     if unknown:
         raise ValueError(f"zeroshot.metrics names {', '.join(unknown)}, which lm-eval does not ship")
-    hashes = {}  # the hub's data go under the task's version
-    if config.folder is not None:
-        hashes = {task: file_hash(local_file(config.folder, task, "zeroshot.folder")) for task in config.metrics}
-    return hashes
+    if config.folder is None:
+        return {}  # the hub's data go under the task's version
+    return {task: file_hash(local_file(config.folder, task, "zeroshot.folder")) for task in config.metrics}
 
 
 def ready(context: "Context", config: ZeroshotConfig) -> None:
-    """Raise ValueError for metrics that lm-eval does not ship and data that cannot be had, of what is to be run."""
+    """Load what is to be run; raises ValueError for metrics that lm-eval does not ship and data that cannot be had."""
     for task, metric in config.metrics.items():
-        if not context.journal.has(task) and metric not in (known := metrics(task, config)):
+        if context.journal.has(task):
+            continue
+        loaded = load(task, config)
+        if metric not in (known := metrics(loaded)):
             raise ValueError(
                 f"the task {task} has no metric {metric}; set another one in zeroshot.metrics: {', '.join(known)}"
             )
+        context.kept[f"zeroshot-{task}"] = loaded
 
 
-def metrics(task: str, config: ZeroshotConfig) -> list[str]:
-    """What a task measures; raises ValueError if its data cannot be had."""
-    with _source(task, config) as name:
-        (chosen,) = stock_tasks().load([name])["tasks"].values()
-    filters = [option["name"] for option in chosen.get_config("filter_list") or [{"name": "none"}]]
-    return list(chosen.aggregation()) if "none" in filters else []
+def load(task: str, config: ZeroshotConfig) -> Task:
+    """lm-eval's task with its data, from the hub or the local file; raises ValueError if these cannot be had."""
+    with tempfile.TemporaryDirectory() as folder, _needs_data(task):
+        name = task
+        if config.folder is not None:
+            name = _overlay(Path(folder), task, local_file(config.folder, task, "zeroshot.folder"))
+        seed()
+        (loaded,) = stock_tasks().load([name])["tasks"].values()
+    return loaded
+
+
+def metrics(loaded: Task) -> list[str]:
+    """What a task measures."""
+    filters = [option["name"] for option in loaded.get_config("filter_list") or [{"name": "none"}]]
+    return list(loaded.aggregation()) if "none" in filters else []
 
 
 def measure(context: "Context", config: ZeroshotConfig) -> list[dict[str, Any]]:
     """One row for each task, and one with the unweighted mean."""
 
     def run(task: str, metric: str) -> dict[str, Any] | None:
-        return score(context.lm(), task, metric, config)
+        return score(context.lm(), task, metric, config, context.kept.pop(f"zeroshot-{task}", None))
 
     rows = [context.journal.once(task, functools.partial(run, task, metric)) for task, metric in config.metrics.items()]
     mean = statistics.fmean(row["value"] for row in rows)
     return [*rows, {"metric": "zeroshot_mean", "value": mean, "tasks": list(config.metrics)}]
 
 
-def score(lm: LM, task: str, metric: str, config: ZeroshotConfig) -> dict[str, Any] | None:
-    """Run one task on any lm-eval model; None in all processes but the first.
+def score(lm: LM, task: str, metric: str, config: ZeroshotConfig, loaded: Task | None = None) -> dict[str, Any] | None:
+    """Run one task, `loaded` already or not, on any lm-eval model; None in all processes but the first.
 
     Raises ValueError if its data cannot be had.
     """
-    with _source(task, config) as name:
-        found = run_task(lm, name, stock_tasks(), config.samples)
+    loaded = load(task, config) if loaded is None else loaded
+    with _needs_data(task):
+        found = run_task(lm, loaded, stock_tasks(), config.samples)
     if found is None:
         return None
     scores = [float(sample[metric]) for sample in found["samples"][task]]
@@ -87,20 +101,16 @@ def score(lm: LM, task: str, metric: str, config: ZeroshotConfig) -> dict[str, A
 
 
 @contextlib.contextmanager
-def _source(task: str, config: ZeroshotConfig) -> Iterator[str]:
-    """What lm-eval reads the task from: its name, or a task file for the local data. Says so if these cannot be had."""
-    with tempfile.TemporaryDirectory() as folder:
-        name = task
-        if config.folder is not None:
-            name = _overlay(Path(folder), task, local_file(config.folder, task, "zeroshot.folder"))
-        try:
-            yield name
-        except (OSError, KeyError) as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(
-                f"the data of {task} cannot be had ({reason}); for local files give zeroshot.folder=FOLDER "
-                f"with {task}.jsonl or {task}.parquet in it, in the data set's own columns"
-            ) from error
+def _needs_data(task: str) -> Iterator[None]:
+    """Says in a ValueError what to bring where the data of the task cannot be had, or are not its own."""
+    try:
+        yield
+    except (OSError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"the data of {task} cannot be had ({reason}); for local files give zeroshot.folder=FOLDER "
+            f"with {task}.jsonl or {task}.parquet in it, in the data set's own columns"
+        ) from error
 
 
 def _overlay(folder: Path, task: str, file: Path) -> str:

@@ -2,7 +2,7 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from .accounting import count_parameters, flops_per_token, state_bytes
+from .accounting import check_timeable, count_parameters, flops_per_token, state_bytes
 from .configuration_triadic import TriadicConfig
 from .modeling_triadic import TriadicForCausalLM, TriadicModel, TriadicPreTrainedModel
 from .snapshots import copy_cache, load_cache, save_cache, select_rows
@@ -16,6 +16,7 @@ __all__ = [
     "TriadicForCausalLM",
     "TriadicModel",
     "TriadicPreTrainedModel",
+    "check_timeable",
     "copy_cache",
     "count_parameters",
     "flops_per_token",

@@ -7,6 +7,8 @@ import torch
 from .mixers import MIXERS
 from .modeling_triadic import TriadicForCausalLM
 
+CPU_PARAMETERS = 10**8  # a benchmark on a CPU takes hours for more
+
 
 def count_parameters(config):
     """(all parameters, those that multiply every token: all but the input embedding, tied or not)."""
@@ -34,6 +36,17 @@ def state_bytes(config, context_length, bytes_per_entry=2):
     """
     entries = sum(MIXERS[layer_type].state_entries(config, context_length) for layer_type in config.layer_types)
     return entries * bytes_per_entry
+
+
+def check_timeable(config, name, trial):
+    """Raise ValueError if the model is too large to be timed on a CPU and there is nothing else; `trial`: what to pass
+    instead."""
+    total, _ = count_parameters(config)
+    if total > CPU_PARAMETERS and not torch.cuda.is_available():
+        raise ValueError(
+            f"{name} has {total / 1e9:.2g}B parameters: it is timed on a CUDA device, and torch sees none here; "
+            f"run it on a GPU, or try a small model on the CPU: {trial}"
+        )
 
 
 def figure(value, digits):

@@ -36,6 +36,17 @@ def load_weights(cls, source, **options):
     return model
 
 
+def load_config(source: str | Path) -> TriadicConfig:
+    """The model config of a JSON file, or of a folder that holds one; ValueError if there is none."""
+    path = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
+    try:
+        if not path.is_file():
+            raise OSError("there is no such file")  # which transformers would ask the hub for
+        return TriadicConfig.from_pretrained(path)
+    except (OSError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be read as a model config: {one_line(error)}") from error
+
+
 def load_tokenizer(source: str | Path, **options):
     """The tokenizer in a folder or of a hub id; ValueError if there is none."""
     try:

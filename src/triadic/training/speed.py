@@ -20,8 +20,9 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch.utils.data import DataLoader, IterableDataset
 
-from triadic.models import TriadicConfig, TriadicForCausalLM, flops_per_token
+from triadic.models import TriadicConfig, TriadicForCausalLM, check_timeable, flops_per_token
 from triadic.models.context import check_context, spread_context
+from triadic.models.loading import load_config
 from triadic.models.modeling_triadic import compile_layers
 from triadic.origin import origin, versions
 from triadic.training import engines, metrics, optim, parallel
@@ -38,6 +39,7 @@ from triadic.training.config import (
 
 PHASES = ("data", "forward", "backward", "optimizer")
 UNTIMED = 2  # steps that compile and fill the caches
+TRIAL = "configs/model/demo.json --lengths 256 --pass-tokens 1024 --steps 2 --eager"  # seconds on a CPU
 LONG = 32_768  # from this window on blocks are recomputed, unless said otherwise
 
 
@@ -115,10 +117,7 @@ def measure(cell: Cell, steps: int, learning_rate: float = 1e-4) -> dict[str, An
 
     Raises ValueError for a model config that cannot be read, or windows that cannot be shared.
     """
-    try:
-        model_config = TriadicConfig.from_pretrained(cell.model)
-    except OSError as error:
-        raise ValueError(f"{cell.model} cannot be read as a model config: {error}") from error
+    model_config = load_config(cell.model)
     check_context(model_config, cell.context)
     accelerator = parallel.start(cell.settings(int(os.environ.get("WORLD_SIZE", 1))))
     device, processes = accelerator.device, accelerator.num_processes
@@ -213,8 +212,11 @@ def _synchronise(device) -> None:
 def run(cells: list[Cell], steps: int, seconds: float | None, out: Path, command: str) -> dict[str, Any]:
     """Measure cells in order and keep the result file up to date; none is begun after `seconds` seconds.
 
-    What does not fit into the memory, or fails otherwise on the device, leaves a row that says so.
+    What does not fit into the memory, or fails otherwise on the device, leaves a row that says so. Raises ValueError
+    for a model config that cannot be read, and where there is no GPU for a large model.
     """
+    for path in dict.fromkeys(cell.model for cell in cells):
+        check_timeable(load_config(path), path, TRIAL)
     begin, result = time.monotonic(), origin(command) | {"versions": versions(), "rows": []}
     main = int(os.environ.get("RANK", 0)) == 0
     for cell in cells:
