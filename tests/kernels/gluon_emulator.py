@@ -168,6 +168,7 @@ def stand_in() -> dict[str, types.ModuleType]:
         convert_layout=lambda x, layout, assert_trivial=False: x,
         expand_dims=lambda x, axis: x.unsqueeze(axis),
         broadcast=lambda x, y: torch.broadcast_tensors(x, y),
+        cast=lambda x, dtype: tile(torch.as_tensor(x)).to(dtype),
         where=lambda condition, x, y: tile(torch.where(torch.as_tensor(condition), x, y)),
         sum=lambda x, axis: x.sum(axis),
         exp2=lambda x: x.exp2(),
@@ -186,6 +187,7 @@ def stand_in() -> dict[str, types.ModuleType]:
     )
     named(gluon, jit=jit, constexpr_function=lambda f: f, language=language)
     named(f"{gluon}.language.nvidia")
+    named(f"{gluon}.language.nvidia.ampere", mma_v2=lambda a, b, acc: acc + tile(a.float() @ b.float()))
     named(
         f"{gluon}.language.nvidia.hopper",
         fence_async_shared=machine.fence_async_shared,
