@@ -225,7 +225,7 @@ def forward_kernel(
             y = mma_wait(1 + EG, deps=[y])
             ys[0].store(to_bf16(scale_rows(y, read_s.slice(E, E, 0), E, BV, C)))
             load_key(d_k, bar_k.index(1 - n % 2), k_s.index(1 - n % 2), row0 + (n + 1) * C, i_h * K, more, C, K)
-        else:
+        elif ROOM:
             for g in gl.static_range(NG):
                 o = mma(ys[g].permute([1, 0]), select, o, is_async=True)
         Sd = ()
@@ -245,14 +245,15 @@ def forward_kernel(
         if not KEEP:
             tma.store_wait(0)
         barrier()
-        if NG == 1:
-            o = mma(ys[0].permute([1, 0]), select, zero_v, use_acc=False, is_async=True)
-        else:
+        if NG == 1 or not ROOM:
+            for g in gl.static_range(NG):
+                o = mma(ys[g].permute([1, 0]), select, o, is_async=True)
+        if NG == 2:
             load_key(d_k, bar_k.index(1 - n % 2), k_s.index(1 - n % 2), row0 + (n + 1) * C, i_h * K, more, C, K)
         o = mma(tp.slice(C, C, 0), w_s.slice(0, BV, 0).permute([1, 0]), o, is_async=True)
         mbarrier.expect(bar_read, 2 * E * C * 4, pred=more)
         tma_load(d_read, [(i_hc + (n + 1) * HV) * 3 * E, 0], bar_read, read_s, pred=more)
-        y = mma_wait(3 - NG, deps=[y])
+        y = mma_wait(1 if NG == 2 and ROOM else 1 + NG, deps=[y])
         # ---- state update
         Sn = ()
         for g in gl.static_range(NG):

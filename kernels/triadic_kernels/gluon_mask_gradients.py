@@ -63,7 +63,7 @@ def store_by_token(p, x, row, stride, rows, E: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def gate_gradients(
-    sums_s, columns_s, gc, k2, q2, bk, beta, p_last, p_dtab, p_ddec, p_dbeta, p_dg, t, e, row, rows, scale, chunks_all,
+    sums_s, columns_s, gc_s, k2_s, q2_s, bk_s, p_bt, p_last, p_dtab, p_ddec, p_dbeta, p_dg, t, e, row, rows, scale, chunks_all,
     HV: gl.constexpr, E: gl.constexpr, C: gl.constexpr, NDB: gl.constexpr, GATE: gl.constexpr, DELTA: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
@@ -73,6 +73,11 @@ def gate_gradients(
     o = e[:, None] * C + t[None, :]
     m = (t < rows)[None, :] & (e >= 0)[:, None]
     sums = reinterpret(sums_s, gl.float32, [2 * E, C], plain)
+    gc = reinterpret(gc_s, gl.float32, [E, C], plain).load(layout)  # rather than held in registers until here
+    k2 = reinterpret(k2_s, gl.float32, [E, C], plain).load(layout)
+    q2 = reinterpret(q2_s, gl.float32, [E, C], plain).load(layout)
+    bk = reinterpret(bk_s, gl.float32, [E, C], plain).load(layout)
+    beta = gl.load(p_bt + t)
     columns = gl.convert_layout(gl.sum(columns_s.load(warps), 1), layout)
     last = gl.load(p_last + e * C)
     decay = gl.exp2(gc)
@@ -176,11 +181,10 @@ def mask_gradients_kernel(
         k2 = gl.load(p_k2t + i_kc * (EP * C) + o)
         q2 = gl.load(p_q2t + i_kc * (EP * C) + o)
         beta = gl.load(p_bt + i_hc * C + t)
-        bk = k2 * beta[None, :]
         reinterpret(gc_s, gl.float32, [E, C], plain).store(gc)
         reinterpret(k2_s, gl.float32, [E, C], plain).store(k2)
         reinterpret(q2_s, gl.float32, [E, C], plain).store(q2)
-        reinterpret(bk_s, gl.float32, [E, C], plain).store(bk)
+        reinterpret(bk_s, gl.float32, [E, C], plain).store(k2 * beta[None, :])
         # ---- M, N, Z' and Z
         mbarrier.wait(bar_v, j & 1)
         m = mma(do_s, y_s.permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -209,7 +213,7 @@ def mask_gradients_kernel(
         )
         barrier()
         dq2_j, dk2_j = gate_gradients(
-            sums_s, columns_s, gc, k2, q2, bk, beta, p_gc + i_hc * (EP * C) + C - 1, p_dtab + i_hc * (3 * E * C),
+            sums_s, columns_s, gc_s, k2_s, q2_s, bk_s, p_bt + i_hc * C, p_gc + i_hc * (EP * C) + C - 1, p_dtab + i_hc * (3 * E * C),
             p_ddec + i_hc * E, p_dbeta, p_dg, t, e, row0 * HV + i_hv, rows, scale, HV * NC.to(gl.int64),
             HV, E, C, NDB, GATE, DELTA, table,
         )  # fmt: skip
