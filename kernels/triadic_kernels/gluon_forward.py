@@ -32,15 +32,10 @@ from .gluon_compat import (
     tma_load,
     tma_store,
     to_bf16,
+    to_bf16_again,
     wait_all,
     wait_with_state,
 )
-
-
-@gluon.jit
-def load_key(d_k, bar, k_s, row, column, pred, C: gl.constexpr, K: gl.constexpr):
-    mbarrier.expect(bar, C * K * 2, pred=pred)
-    tma_load(d_k, [row, column], bar, k_s, pred=pred)
 
 
 @gluon.jit
@@ -61,10 +56,10 @@ def load_masks(d_tp, d_write, bar, tp_s, write_s, i_hc, pred, E: gl.constexpr, C
 
 
 @gluon.jit
-def stash_state(s, stash, d_h, i_state, column, FREE: gl.constexpr, EG: gl.constexpr, BV: gl.constexpr, K: gl.constexpr,
-                h_layout: gl.constexpr):  # fmt: skip
+def stash_state(s, stash, d_h, i_state, column, FREE: gl.constexpr, EG: gl.constexpr, BV: gl.constexpr,
+                K: gl.constexpr, h_layout: gl.constexpr):  # fmt: skip
     """Send a tile of the rounded state on its way to memory, once all earlier stores have left shared memory, or at
-    once where the stash is FREE.
+    once into a stash that is FREE.
     """
     if not FREE:
         tma.store_wait(0)
@@ -76,22 +71,56 @@ def stash_state(s, stash, d_h, i_state, column, FREE: gl.constexpr, EG: gl.const
 
 
 @gluon.jit
-def read_tile(S, k_t, q_t, read_s, bar_inputs, bar_read, phase, stash, d_h, i_state, column, g: gl.constexpr,
-              KEEP: gl.constexpr, FREE: gl.constexpr, EG: gl.constexpr, BV: gl.constexpr, K: gl.constexpr,
-              C: gl.constexpr, mma_c: gl.constexpr, operand: gl.constexpr, h_layout: gl.constexpr):  # fmt: skip
-    """Tile g: table * (S k^T) [M, C] float32, and S q^T, still on its way."""
-    zero = gl.zeros([EG * BV, C], gl.float32, layout=mma_c)
-    s = to_bf16(S)
+def read_both(S, k_t, q_t, read_s, bar_inputs, bar_read, phase, stash, z, d_h, i_state, column,
+              KEEP: gl.constexpr, E: gl.constexpr, BV: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
+              mma_c: gl.constexpr, operand: gl.constexpr, h_layout: gl.constexpr):  # fmt: skip
+    """One tile: table * (S k^T) [M, C] float32, and S q^T, still on its way."""
+    zero = gl.zeros([E * BV, C], gl.float32, layout=mma_c)
+    s = to_bf16(S[0])
     x = mma(gl.convert_layout(s, operand, assert_trivial=True), k_t, zero, use_acc=False, is_async=True)
-    if g == 0:
-        mbarrier.wait(bar_inputs, phase)
+    mbarrier.wait(bar_inputs, phase)
     y = mma(gl.convert_layout(s, operand, assert_trivial=True), q_t, zero, use_acc=False, is_async=True)
     if KEEP:  # while the products run
-        stash_state(s, stash, d_h, i_state + g * EG, column, FREE, EG, BV, K, h_layout)
-    if g == 0:
-        mbarrier.wait(bar_read, phase)
+        stash_state(s, stash.index(z), d_h, i_state, column, False, E, BV, K, h_layout)
+    mbarrier.wait(bar_read, phase)
     x = mma_wait(1, deps=[x])
-    return scale_rows(x, read_s.slice(g * EG, EG, 0), EG, BV, C), y
+    return scale_rows(x, read_s.slice(0, E, 0), E, BV, C), y
+
+
+@gluon.jit
+def read_states(S, x_t, table, bar, phase, first: gl.constexpr, stash, z, d_h, i_state, column, KEEP: gl.constexpr,
+                FIRST: gl.constexpr, NS: gl.constexpr, NG: gl.constexpr, EG: gl.constexpr, BV: gl.constexpr, K: gl.constexpr,
+                C: gl.constexpr, mma_c: gl.constexpr, operand: gl.constexpr, h_layout: gl.constexpr):  # fmt: skip
+    """Sum over tiles of table * (S x^T), [M, C] float32, and S; x_t [K, C] in shared memory.
+
+    FIRST: the first of two read-outs of the same states, which also stores the first tile; the second stores the
+    second.
+    """
+    M: gl.constexpr = EG * BV
+    zero = gl.zeros([M, C], gl.float32, layout=mma_c)
+    total = zero
+    for g in gl.static_range(NG):
+        if FIRST:
+            s = to_bf16(S[g])
+        else:
+            s = to_bf16_again(S[g])
+        x = mma(gl.convert_layout(s, operand, assert_trivial=True), x_t, zero, use_acc=False, is_async=True)
+        if KEEP and (g == 0) == FIRST:  # while the product runs
+            stash_state(s, stash.index(g % NS + z), d_h, i_state + g * EG, column, NS == 2 and g > 0, EG, BV, K, h_layout)
+        if FIRST and g == 0:
+            mbarrier.wait(bar, phase)
+        if g + 1 < NG:
+            x, S = wait_with_state(x, S, g + 1)
+        elif FIRST:
+            x, S = wait_with_state(x, S, 0)
+        else:
+            x = mma_wait(0, deps=[x])
+        x = scale_rows(x, table.slice(first + g * EG, EG, 0), EG, BV, C)
+        if g == 0:
+            total = x
+        else:
+            total = total + x
+    return total, S
 
 
 @gluon.jit(do_not_specialize=["NC"])
@@ -107,8 +136,7 @@ def forward_kernel(
     NW: gl.constexpr = gl.num_warps()
     EG: gl.constexpr = M // BV
     NG: gl.constexpr = E // EG
-    ROOM: gl.constexpr = 2 * M <= K  # for both read-outs of a second tile in the place of the next k
-    NS: gl.constexpr = 1 if ROOM else NG  # tiles of the state on their way to memory
+    NS: gl.constexpr = 2 if NG == 2 and M > 64 else 1  # tiles of the state on their way to memory
     mma_c: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, C, 16])
     mma_k: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, K, 16])
     mma_v: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, BV, 16])
@@ -131,7 +159,7 @@ def forward_kernel(
     column = i_hv * V + i_v * BV
 
     x_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, M, C], tile)
-    y_buffer = gl.allocate_shared_memory(gl.bfloat16, [1 if ROOM else NG, M, C], tile)
+    y_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, M, C], tile)
     stash_buffer = gl.allocate_shared_memory(gl.bfloat16, [NS, M if KEEP else 8, K], tile)
     select_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, M, BV], d_v.layout)
     o_s = gl.allocate_shared_memory(gl.bfloat16, [C, BV], d_v.layout)
@@ -155,9 +183,13 @@ def forward_kernel(
         p_state += (i_n * HV + i_hv).to(gl.int64) * (E * K * V)
     S = ()
     for g in gl.static_range(NG):
-        S = S + (gl.load(p_state + g * (EG * K * V) + state_offsets(mma_k, i_v, M, BV, K, V)),)
+        if SHARED and not KEEP:
+            S = S + (gl.zeros([M, K], gl.float32, layout=mma_k),)
+        else:
+            S = S + (gl.load(p_state + g * (EG * K * V) + state_offsets(mma_k, i_v, M, BV, K, V)),)
 
-    load_key(d_k, bar_k.index(0), k_s.index(0), row0, i_h * K, True, C, K)
+    mbarrier.expect(bar_k.index(0), C * K * 2)
+    tma_load(d_k, [row0, i_h * K], bar_k.index(0), k_s.index(0))
     mbarrier.expect(bar_read, 2 * E * C * 4)
     tma_load(d_read, [i_hc * 3 * E, 0], bar_read, read_s)
     load_inputs(d_q, d_v, bar_inputs, q_buffer.index(0), v_buffer.index(0), row0, i_h * K, column, True, C, BV, K)
@@ -165,19 +197,15 @@ def forward_kernel(
     for n in range(chunks):
         phase = n & 1
         z = n >> 30
-        xs = (x_buffer.index(z),)
-        ys = (y_buffer.index(z),)
-        if NG == 2:
-            spare = reinterpret(k_s.index(1 - n % 2), gl.bfloat16, [K // M, M, C], tile)
-            xs = xs + (spare.index(0),)
-            ys = ys + (spare.index(1) if ROOM else y_buffer.index(1 + z),)
+        x_s = x_buffer.index(z)
+        yr_s = y_buffer.index(z)
         select = select_buffer.index(z)
         q = q_buffer.index(z)
         v = v_buffer.index(z)
         tp = tp_buffer.index(z)
-        y_s = reinterpret(xs[0], gl.bfloat16, [C, BV], v_layout)  # once x is read
+        y_s = reinterpret(x_s, gl.bfloat16, [C, BV], v_layout)  # once x is read
         if NG == 1:
-            w_s = xs[0]  # once x is read
+            w_s = x_s  # once x is read
         else:
             w_s = reinterpret(q, gl.bfloat16, [M, C], tile)  # once q is read
         k = k_s.index(n % 2)
@@ -187,51 +215,39 @@ def forward_kernel(
         # ---- read-outs -K S and Q S, scaled by the tables
         mbarrier.wait(bar_k.index(n % 2), (n // 2) & 1)
         if NG == 1:
-            x, y = read_tile(
-                S[0], k.permute([1, 0]), q.permute([1, 0]), read_s, bar_inputs, bar_read, phase,
-                stash_buffer.index(z), d_h, (i_hc + n * HV) * E, i_v * BV, 0, KEEP, False, EG, BV,
-                K, C, mma_c, left_c, h_layout,
+            x, y = read_both(
+                S, k.permute([1, 0]), q.permute([1, 0]), read_s, bar_inputs, bar_read, phase, stash_buffer, z, d_h,
+                (i_hc + n * HV) * E, i_v * BV, KEEP, E, BV, K, C, mma_c, left_c, h_layout,
             )  # fmt: skip
-            xs[0].store(to_bf16(x))
+            x_s.store(to_bf16(x))
         else:
-            for g in gl.static_range(NG):
-                s = to_bf16(S[g])
-                x = mma(gl.convert_layout(s, left_c, assert_trivial=True), k.permute([1, 0]), zero_c, use_acc=False, is_async=True)
-                if KEEP:
-                    stash_state(s, stash_buffer.index(g % NS + z), d_h, (i_hc + n * HV) * E + g * EG, i_v * BV, g > 0 and NS == NG, EG, BV, K, h_layout)
-                if g == 0:
-                    mbarrier.wait(bar_read, phase)
-                    mbarrier.wait(bar_inputs, phase)
-                x = mma_wait(0, deps=[x])
-                xs[g].store(to_bf16(scale_rows(x, read_s.slice(g * EG, EG, 0), EG, BV, C)))
-                y = mma(gl.convert_layout(s, left_c, assert_trivial=True), q.permute([1, 0]), zero_c, use_acc=False, is_async=True)
-                if g == 0:
-                    y, S = wait_with_state(y, S, 1)
-                else:
-                    y = mma_wait(0, deps=[y])
-                ys[g].store(to_bf16(scale_rows(y, read_s.slice(E + g * EG, EG, 0), EG, BV, C)))
+            x, S = read_states(
+                S, k.permute([1, 0]), read_s, bar_read, phase, 0, stash_buffer, z, d_h, (i_hc + n * HV) * E, i_v * BV, KEEP,
+                True, NS, NG, EG, BV, K, C, mma_c, left_c, h_layout,
+            )  # fmt: skip
+            x_s.store(to_bf16(x))
+            mbarrier.wait(bar_inputs, phase)
+            y, S = read_states(
+                S, q.permute([1, 0]), read_s, bar_read, phase, E, stash_buffer, z, d_h, (i_hc + n * HV) * E, i_v * BV, KEEP,
+                False, NS, NG, EG, BV, K, C, mma_c, left_c, h_layout,
+            )  # fmt: skip
+            yr_s.store(to_bf16(y))
         fence_async_shared()
         barrier()
         more = n + 1 < chunks
         # ---- W = V + sum over slices of x, repeated for each slice
-        if NG == 2:
-            repeat = slice_selector(left_c, M, BV, z)
         w = mma(repeat, v.permute([1, 0]), zero_c, use_acc=False, is_async=True)
-        for g in gl.static_range(NG):
-            for e in gl.static_range(EG):
-                w = mma(repeat, xs[g].slice(e * BV, BV, 0), w, is_async=True)
-        o = zero_v
+        for e in gl.static_range(EG):
+            w = mma(repeat, x_s.slice(e * BV, BV, 0), w, is_async=True)
         if NG == 1:
             y = mma_wait(1 + EG, deps=[y])
-            ys[0].store(to_bf16(scale_rows(y, read_s.slice(E, E, 0), E, BV, C)))
-            load_key(d_k, bar_k.index(1 - n % 2), k_s.index(1 - n % 2), row0 + (n + 1) * C, i_h * K, more, C, K)
-        elif ROOM:
-            for g in gl.static_range(NG):
-                o = mma(ys[g].permute([1, 0]), select, o, is_async=True)
+            yr_s.store(to_bf16(scale_rows(y, read_s.slice(E, E, 0), E, BV, C)))
+        mbarrier.expect(bar_k.index(1 - n % 2), C * K * 2, pred=more)
+        tma_load(d_k, [row0 + (n + 1) * C, i_h * K], bar_k.index(1 - n % 2), k_s.index(1 - n % 2), pred=more)
         Sd = ()
         for g in gl.static_range(NG):
             Sd = Sd + (decayed(S[g], decays[g], EG, BV, K),)
-        w, o = mma_wait(0, deps=[w, o])
+        w = mma_wait(0, deps=[w])
         wb = to_bf16(w)
         # ---- Y = A' W and O = Q S + PT W
         mbarrier.wait(bar_masks, phase)
@@ -245,15 +261,11 @@ def forward_kernel(
         if not KEEP:
             tma.store_wait(0)
         barrier()
-        if NG == 1 or not ROOM:
-            for g in gl.static_range(NG):
-                o = mma(ys[g].permute([1, 0]), select, o, is_async=True)
-        if NG == 2:
-            load_key(d_k, bar_k.index(1 - n % 2), k_s.index(1 - n % 2), row0 + (n + 1) * C, i_h * K, more, C, K)
+        o = mma(yr_s.permute([1, 0]), select, zero_v, use_acc=False, is_async=True)
         o = mma(tp.slice(C, C, 0), w_s.slice(0, BV, 0).permute([1, 0]), o, is_async=True)
         mbarrier.expect(bar_read, 2 * E * C * 4, pred=more)
         tma_load(d_read, [(i_hc + (n + 1) * HV) * 3 * E, 0], bar_read, read_s, pred=more)
-        y = mma_wait(1 if NG == 2 and ROOM else 1 + NG, deps=[y])
+        y = mma_wait(2, deps=[y])
         # ---- state update
         Sn = ()
         for g in gl.static_range(NG):

@@ -26,10 +26,10 @@ SMALLEST_LOG_DECAY = tl.constexpr(
 def gates_kernel(
     p_q2, p_k2, p_g, p_beta, p_ch, p_tab, p_dec, p_gc, p_q2t, p_k2t, p_bt, scale, NC,
     H: tl.constexpr, HV: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, C: tl.constexpr,
-    HAS_Q2: tl.constexpr, GATE: tl.constexpr, HAS_BETA: tl.constexpr, DELTA: tl.constexpr,
+    HAS_Q2: tl.constexpr, GATE: tl.constexpr, HAS_BETA: tl.constexpr, DELTA: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """One program per (chunk, value head)."""
-    i_c, i_hv = tl.program_id(0), tl.program_id(1)
+    """One program per (chunk, value head); heads side by side share rows of memory. tab and dec only if STATES."""
+    i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
     i_h = i_hv // (HV // H)
     row0, valid = tl.load(p_ch + i_c * 3 + 1).to(tl.int64), tl.load(p_ch + i_c * 3 + 2)
     if valid == 0:
@@ -65,11 +65,13 @@ def gates_kernel(
     i_hc = i_c.to(tl.int64) * HV + i_hv
     o = o_e[None, :] * C + o_t[:, None]
     m_o = m_e[None, :] & (o_t >= 0)[:, None]
-    p_tab += i_hc * (3 * E * C)
-    tl.store(p_tab + o, -b_k2 * b_decay if DELTA else tl.zeros([C, EP], tl.float32), mask=m_o)
-    tl.store(p_tab + E * C + o, scale * b_q2 * b_decay, mask=m_o)
-    tl.store(p_tab + 2 * E * C + o, b_beta[:, None] * b_k2 * tl.exp2(tl.minimum(b_last[None, :] - b_gc, 0.0)), mask=m_o)
-    tl.store(p_dec + i_hc * E + o_e, tl.exp2(b_last), mask=m_e)
+    if STATES:
+        p_tab += i_hc * (3 * E * C)
+        b_write = b_beta[:, None] * b_k2 * tl.exp2(tl.minimum(b_last[None, :] - b_gc, 0.0))
+        tl.store(p_tab + o, -b_k2 * b_decay if DELTA else tl.zeros([C, EP], tl.float32), mask=m_o)
+        tl.store(p_tab + E * C + o, scale * b_q2 * b_decay, mask=m_o)
+        tl.store(p_tab + 2 * E * C + o, b_write, mask=m_o)
+        tl.store(p_dec + i_hc * E + o_e, tl.exp2(b_last), mask=m_e)
     tl.store(p_gc + i_hc * (EP * C) + o, b_gc)
     tl.store(p_bt + i_hc * C + o_t, b_beta)
     if i_hv % (HV // H) == 0:

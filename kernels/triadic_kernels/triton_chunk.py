@@ -51,9 +51,9 @@ def count(p) -> int:
 
 
 @bound(gates_kernel)
-def gates(p):
+def gates(p, states):
     return dict(
-        EP=padded(p.E), HAS_Q2=p.has_q2, GATE=p.gate or "none", HAS_BETA=p.has_beta, DELTA=p.delta_rule,
+        EP=padded(p.E), HAS_Q2=p.has_q2, GATE=p.gate or "none", HAS_BETA=p.has_beta, DELTA=p.delta_rule, STATES=states,
         **shapes(p), **launch(p).gates,
     )  # fmt: skip
 
@@ -105,10 +105,9 @@ def state_sizes(p) -> tuple[int, int]:
     return rows * 3 * C, rows
 
 
-def tables_like(p, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised buffers of `gate_sizes` and of `state_sizes`."""
-    sizes = sum(gate_sizes(p)), sum(state_sizes(p))
-    return tuple(torch.empty(size, dtype=torch.float32, device=device) for size in sizes)
+def tables_like(sizes, device) -> torch.Tensor:
+    """Uninitialised buffer of `gate_sizes` or of `state_sizes`."""
+    return torch.empty(sum(sizes), dtype=torch.float32, device=device)
 
 
 def masks_like(p, device) -> torch.Tensor:
@@ -130,11 +129,12 @@ def tables(p, of_chunks, of_gates, of_states, tp) -> Tables:
     return Tables(*of_chunks, *gate_tables, *of_states.split_with_sizes(state_sizes(p)), tp)
 
 
-def fill_gates(p, q2, k2, g, beta, t):
-    """Kernel 1: fills the other tables."""
+def fill_gates(p, q2, k2, g, beta, t, states=True):
+    """Kernel 1: fills gc, q2t, k2t, bt, and with `states` tab and dec."""
     NC = count(p)
-    gates(p, t.tab.device)(
-        (NC, p.HV, 1), q2, k2, g, beta, t.chunks, t.tab, t.dec, t.gc, t.q2t, t.k2t, t.bt, p.scale, NC
+    gates(p, t.tab.device, states)(
+        (NC * p.HV, 1, 1), q2, k2, g, beta, t.chunks, *((t.tab, t.dec) if states else (None, None)),
+        t.gc, t.q2t, t.k2t, t.bt, p.scale, NC,
     )  # fmt: skip
 
 
@@ -228,7 +228,8 @@ def state_from(p, given, wanted, device):
 
 def run_forward(fill_masks, recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep):
     q, k, v, q2, k2, g, beta = map(aligned, (q, k, v, q2, k2, g, beta))
-    (of_gates, of_states), tp = tables_like(p, q.device), masks_like(p, q.device)
+    of_gates, of_states = (tables_like(sizes(p), q.device) for sizes in (gate_sizes, state_sizes))
+    tp = masks_like(p, q.device)
     y, h = kept_like(p, q.device) if keep else (None, None)
     with current(q.device):
         t = tables(p, chunks.tables(p.B, p.T, cu_seqlens, q.device), of_gates, of_states, tp)
@@ -258,8 +259,8 @@ def run_backward(reverse, state_gradients, finish, p, q, k, v, q2, k2, g, beta, 
         parts = state_gradients(p, q, k, do, y, dw, h, dh, t)
         del h, dh
         if of_gates is None:
-            t = tables(p, t[:3], *tables_like(p, q.device), tp)
-            fill_gates(p, *map(aligned, (q2, k2, g, beta)), t)
+            t = tables(p, t[:3], tables_like(gate_sizes(p), q.device), of_states, tp)
+            fill_gates(p, *map(aligned, (q2, k2, g, beta)), t, states=False)
         out = gradients_like(p, q, k, g, t)
         finish(p, q, k, y, do, dw, t, parts, out)
     slices = (None if q2 is None else out.dq2), (None if k2 is None else out.dk2)
@@ -268,7 +269,7 @@ def run_backward(reverse, state_gradients, finish, p, q, k, v, q2, k2, g, beta, 
 
 def saved_like(p, q, cu_seqlens):
     packed = chunks.tables_like(p.N, count(p), q.device) if p.varlen else ()
-    of_gates, of_states = tables_like(p, q.device)
+    of_gates, of_states = (tables_like(sizes(p), q.device) for sizes in (gate_sizes, state_sizes))
     kept = [of_states, masks_like(p, q.device), *kept_like(p, q.device), *packed]
     return [*kept, of_gates] if keeps_gates(p) else kept
 

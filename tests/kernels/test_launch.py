@@ -136,10 +136,10 @@ def test_kinds_of_problems_and_devices_share_no_launcher():
     ]  # fmt: skip
     problems = [SMALL, *(SMALL._replace(**change) for change in changes)]
     devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    for kernel in (triton_chunk.gates, triton_chunk.masks, triton_chunk.partial_gradients):
-        made = [kernel(p, device) for p, device in itertools.product(problems, devices)]
+    for kernel, *flags in ((triton_chunk.gates, True), (triton_chunk.masks,), (triton_chunk.partial_gradients,)):
+        made = [kernel(p, device, *flags) for p, device in itertools.product(problems, devices)]
         assert len(set(map(id, made))) == len(made)
-        assert kernel(SMALL._replace(B=4, T=9, N=4, scale=1.0), devices[1]) is made[1]
+        assert kernel(SMALL._replace(B=4, T=9, N=4, scale=1.0), devices[1], *flags) is made[1]
     keeps = [triton_chunk.forward_recurrence(SMALL, CPU, keep) for keep in (True, False)]
     assert [x.constants["KEEP"] for x in keeps] == [True, False]
 
@@ -184,7 +184,8 @@ def test_gates_made_again_come_from_the_same_inputs(monkeypatch):
     tables_of_gates = {x.data_ptr() for x in again[2][7:11]}
     assert {x.data_ptr() for x in last[2][5:9]} == tables_of_gates, "kernel 6 reads what was made again"
     kept = {x.data_ptr() for x in saved}
-    assert not kept & {x.data_ptr() for x in again[2][5:11]}, "nothing that autograd keeps is written to"
+    assert again[2][5:7] == (None, None), "tab and dec are those that were kept"
+    assert not kept & tables_of_gates, "nothing that autograd keeps is written to"
 
 
 @pytest.mark.parametrize(
