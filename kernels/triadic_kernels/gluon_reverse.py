@@ -115,9 +115,6 @@ def reverse_kernel(
         phase = n & 1
         z = n >> 30
         x_s = x_buffer.index(z)
-        xs = (x_s,)
-        if NG == 2:  # where the next k will be
-            xs = xs + (reinterpret(k_s.index(1 - n % 2), gl.bfloat16, [K // M, M, C], tile).index(0),)
         q = q_buffer.index(z)
         do = do_buffer.index(n % ND + z)
         tp = tp_buffer.index(z)
@@ -128,6 +125,7 @@ def reverse_kernel(
             decays = decays + (load_decay(p_dec + (i_hc - n * HV) * E + g * EG, S[g], EG, BV, K),)
         # ---- K dS', scaled by the table; the state's gradient at the chunk's end goes to memory
         mbarrier.wait(bar_k.index(n % 2), (n // 2) & 1)
+        total = zero_c
         for g in gl.static_range(NG):
             ds = to_bf16(S[g])
             x = mma(gl.convert_layout(ds, left_c, assert_trivial=True), k.permute([1, 0]), zero_c,
@@ -148,7 +146,9 @@ def reverse_kernel(
                 x, S = wait_with_state(x, S, g + 1)
             else:
                 x = mma_wait(0, deps=[x])
-            xs[g].store(to_bf16(scale_rows(x, write_s.slice(g * EG, EG, 0), EG, BV, C)))
+            x = scale_rows(x, write_s.slice(g * EG, EG, 0), EG, BV, C)
+            total = x if g == 0 else total + x
+        x_s.store(to_bf16(total))
         fence_async_shared()
         if ND == 2:
             mbarrier.wait(bar_do.index(n % 2), (n // 2) & 1)
@@ -162,11 +162,9 @@ def reverse_kernel(
             repeat = slice_selector(left_c, M, BV, z)
         dor = mma(repeat, do.permute([1, 0]), zero_c, use_acc=False, is_async=True)
         dy = zero_c
-        for g in gl.static_range(NG):
-            for e in gl.static_range(EG):
-                dy = mma(repeat, xs[g].slice(e * BV, BV, 0), dy, use_acc=g + e > 0, is_async=True)
-        if NG == 1:
-            load_tile(d_k, bar_k.index(1 - n % 2), k_s.index(1 - n % 2), next_row, i_h * K, more, C * K * 2)
+        for e in gl.static_range(EG):
+            dy = mma(repeat, x_s.slice(e * BV, BV, 0), dy, use_acc=e > 0, is_async=True)
+        load_tile(d_k, bar_k.index(1 - n % 2), k_s.index(1 - n % 2), next_row, i_h * K, more, C * K * 2)
         load_tile(d_write, bar_write, write_s, (i_hc - (n + 1) * HV) * 3 * E + 2 * E, 0, more, E * C * 4)
         if ND == 2:
             next_do = do_buffer.index(1 - n % 2)
@@ -184,8 +182,6 @@ def reverse_kernel(
                  use_acc=False, is_async=True)  # fmt: skip
         dw = mma(gl.convert_layout(dyb, left_c, assert_trivial=True), tp.slice(0, C, 0), dw, is_async=True)
         barrier()
-        if NG == 2:
-            load_tile(d_k, bar_k.index(1 - n % 2), k_s.index(1 - n % 2), next_row, i_h * K, more, C * K * 2)
         x_s.store(dyb)
         fence_async_shared()
         # ---- update by Q^T while dW is being formed
