@@ -78,10 +78,14 @@ def scale_rows(acc, table, EG: gl.constexpr, BV: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def load_decay(p_dec, S, EG: gl.constexpr, BV: gl.constexpr, K: gl.constexpr):
-    """Decay of the EG slices of a state tile S [(EG, BV), K] over the chunk."""
-    layout: gl.constexpr = S.reshape([EG, BV, K]).type.layout
-    return gl.load(p_dec + gl.arange(0, EG, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+def load_decays(p_dec, S, NG: gl.constexpr, EG: gl.constexpr, BV: gl.constexpr, K: gl.constexpr):
+    """Decays of the EG slices of each state tile S[g] [(EG, BV), K] over the chunk, as a tuple."""
+    layout: gl.constexpr = S[0].reshape([EG, BV, K]).type.layout
+    e = gl.arange(0, EG, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    decays = ()
+    for g in gl.static_range(NG):
+        decays = decays + (gl.load(p_dec + g * EG + e),)
+    return decays
 
 
 @gluon.jit

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait 
 from .gluon_compat import (
     barrier,
     decayed,
-    load_decay,
+    load_decays,
     new_barrier,
     new_barriers,
     reinterpret,
@@ -106,7 +106,8 @@ def read_states(S, x_t, table, bar, phase, first: gl.constexpr, stash, z, d_h, i
             s = to_bf16_again(S[g])
         x = mma(gl.convert_layout(s, operand, assert_trivial=True), x_t, zero, use_acc=False, is_async=True)
         if KEEP and (g == 0) == FIRST:  # while the product runs
-            stash_state(s, stash.index(g % NS + z), d_h, i_state + g * EG, column, NS == 2 and g > 0, EG, BV, K, h_layout)
+            free: gl.constexpr = NS == 2 and g > 0
+            stash_state(s, stash.index(g % NS + z), d_h, i_state + g * EG, column, free, EG, BV, K, h_layout)
         if FIRST and g == 0:
             mbarrier.wait(bar, phase)
         if g + 1 < NG:
@@ -137,6 +138,9 @@ def forward_kernel(
     EG: gl.constexpr = M // BV
     NG: gl.constexpr = E // EG
     NS: gl.constexpr = 2 if NG == 2 and M > 64 else 1  # tiles of the state on their way to memory
+    # measured: where q and v are asked for half a chunk ahead, and decays only when they are needed
+    EARLY: gl.constexpr = NG == 1 or (KEEP and NS == 1)
+    LATE: gl.constexpr = NG == 2 and KEEP
     mma_c: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, C, 16])
     mma_k: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, K, 16])
     mma_v: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, BV, 16])
@@ -204,14 +208,13 @@ def forward_kernel(
         v = v_buffer.index(z)
         tp = tp_buffer.index(z)
         y_s = reinterpret(x_s, gl.bfloat16, [C, BV], v_layout)  # once x is read
-        if NG == 1:
+        if EARLY:
             w_s = x_s  # once x is read
         else:
             w_s = reinterpret(q, gl.bfloat16, [M, C], tile)  # once q is read
         k = k_s.index(n % 2)
-        decays = ()
-        for g in gl.static_range(NG):
-            decays = decays + (load_decay(p_dec + (i_hc + n * HV) * E + g * EG, S[g], EG, BV, K),)
+        if not LATE:
+            decays = load_decays(p_dec + (i_hc + n * HV) * E, S, NG, EG, BV, K)
         # ---- read-outs -K S and Q S, scaled by the tables
         mbarrier.wait(bar_k.index(n % 2), (n // 2) & 1)
         if NG == 1:
@@ -222,18 +225,20 @@ def forward_kernel(
             x_s.store(to_bf16(x))
         else:
             x, S = read_states(
-                S, k.permute([1, 0]), read_s, bar_read, phase, 0, stash_buffer, z, d_h, (i_hc + n * HV) * E, i_v * BV, KEEP,
-                True, NS, NG, EG, BV, K, C, mma_c, left_c, h_layout,
+                S, k.permute([1, 0]), read_s, bar_read, phase, 0, stash_buffer, z, d_h, (i_hc + n * HV) * E, i_v * BV,
+                KEEP, True, NS, NG, EG, BV, K, C, mma_c, left_c, h_layout,
             )  # fmt: skip
             x_s.store(to_bf16(x))
             mbarrier.wait(bar_inputs, phase)
             y, S = read_states(
-                S, q.permute([1, 0]), read_s, bar_read, phase, E, stash_buffer, z, d_h, (i_hc + n * HV) * E, i_v * BV, KEEP,
-                False, NS, NG, EG, BV, K, C, mma_c, left_c, h_layout,
+                S, q.permute([1, 0]), read_s, bar_read, phase, E, stash_buffer, z, d_h, (i_hc + n * HV) * E, i_v * BV,
+                KEEP, False, NS, NG, EG, BV, K, C, mma_c, left_c, h_layout,
             )  # fmt: skip
             yr_s.store(to_bf16(y))
         fence_async_shared()
         barrier()
+        if LATE:
+            decays = load_decays(p_dec + (i_hc + n * HV) * E, S, NG, EG, BV, K)
         more = n + 1 < chunks
         # ---- W = V + sum over slices of x, repeated for each slice
         w = mma(repeat, v.permute([1, 0]), zero_c, use_acc=False, is_async=True)
@@ -253,7 +258,7 @@ def forward_kernel(
         mbarrier.wait(bar_masks, phase)
         y = mma(gl.convert_layout(wb, left_c, assert_trivial=True), tp.slice(0, C, 0).permute([1, 0]), zero_c,
                 use_acc=False, is_async=True)  # fmt: skip
-        if NG == 1:
+        if EARLY:
             barrier()  # every warp has read q, v and x
             load_inputs(d_q, d_v, bar_inputs, q, v, row0 + (n + 1) * C, i_h * K, column, more, C, BV, K)
         w_s.store(wb)
@@ -276,7 +281,7 @@ def forward_kernel(
         if KEEP:
             yt = mma(tp.slice(0, C, 0), w_s.slice(0, BV, 0).permute([1, 0]), zero_v, use_acc=False, is_async=True)
             yt = mma_wait(0, deps=[yt])
-            if NG == 1:
+            if EARLY:
                 barrier()  # every warp has read w
             y_s.store(to_bf16(yt))
         S = wait_all(Sn, NG)
@@ -286,7 +291,7 @@ def forward_kernel(
             tma_store(d_o, [row0 + n * C, column], o_s)
             if KEEP:
                 tma_store(d_y, [row0 + n * C, column], y_s)
-        if NG == 2:
+        if not EARLY:
             load_inputs(d_q, d_v, bar_inputs, q, v, row0 + (n + 1) * C, i_h * K, column, more, C, BV, K)
         load_masks(d_tp, d_write, bar_masks, tp, write_s, i_hc + (n + 1) * HV, more, E, C)
     tma.store_wait(0)

@@ -61,7 +61,7 @@ def reverse_recurrence(p, shared):
 
 @bound(gluon_state_gradients.state_gradients_kernel)
 def partial_gradients(p):
-    return dict(NS=3, REGISTERS=160, num_warps=4, **constants(p))
+    return dict(NS=2, REGISTERS=160, num_warps=4, **constants(p))
 
 
 @bound(gluon_mask_gradients.mask_gradients_kernel)
@@ -101,7 +101,8 @@ def table_descriptors(p, t, NC):
 def fill_masks(p, q, k, t):
     NC, keys = count(p), of_keys(p)
     masks(p, q.device)(
-        (NC * p.H, 1, 1), descriptor(q, *keys), descriptor(k, *keys), descriptor(t.tp, (p.HV * NC * 2 * C, C), [2 * C, C]),
+        (NC * p.H, 1, 1), descriptor(q, *keys), descriptor(k, *keys),
+        descriptor(t.tp, (p.HV * NC * 2 * C, C), [2 * C, C]),
         t.gc, t.q2t, t.k2t, t.bt, t.chunks, p.scale, NC,
     )  # fmt: skip
 
@@ -147,7 +148,7 @@ def state_gradients(p, q, k, do, y, dw, h, dh, t):
     NC = count(p)
     dq, dkr, dkw = torch.empty_like(q), torch.empty_like(k), torch.empty_like(k)
     dtab, ddec = t.tab.new_empty(1, t.tab.numel()), t.dec.new_empty(2, t.dec.numel())
-    keys, values, states = of_keys(p), of_values(p), ((p.HV * NC * p.E * D, D), [D, D // 2])
+    keys, values, states = of_keys(p), of_values(p), ((p.HV * NC * p.E * D, D), [D, D])
     partial_gradients(p, q.device)(
         (min(NC * p.H, processors(q.device.index or 0)), 1, 1),
         descriptor(q, *keys), descriptor(k, *keys), descriptor(do, *values), descriptor(y, *values),

@@ -63,9 +63,9 @@ def store_by_token(p, x, row, stride, rows, E: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def gate_gradients(
-    sums_s, columns_s, gc_s, k2_s, q2_s, bk_s, p_bt, p_last, p_dtab, p_ddec, p_dbeta, p_dg, t, e, row, rows, scale, chunks_all,
-    HV: gl.constexpr, E: gl.constexpr, C: gl.constexpr, NDB: gl.constexpr, GATE: gl.constexpr, DELTA: gl.constexpr,
-    layout: gl.constexpr,
+    sums_s, columns_s, gc_s, k2_s, q2_s, bk_s, p_bt, p_last, p_dtab, p_ddec, p_dbeta, p_dg, t, e, row, rows, scale,
+    chunks_all, HV: gl.constexpr, E: gl.constexpr, C: gl.constexpr, NDB: gl.constexpr, GATE: gl.constexpr,
+    DELTA: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """As in mask_gradients.py, with the slices in rows: returns dq2 and dk2 [E, C], stores dbeta and dg."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -213,8 +213,8 @@ def mask_gradients_kernel(
         )
         barrier()
         dq2_j, dk2_j = gate_gradients(
-            sums_s, columns_s, gc_s, k2_s, q2_s, bk_s, p_bt + i_hc * C, p_gc + i_hc * (EP * C) + C - 1, p_dtab + i_hc * (3 * E * C),
-            p_ddec + i_hc * E, p_dbeta, p_dg, t, e, row0 * HV + i_hv, rows, scale, HV * NC.to(gl.int64),
+            sums_s, columns_s, gc_s, k2_s, q2_s, bk_s, p_bt + i_hc * C, p_gc + i_hc * (EP * C) + C - 1,
+            p_dtab + i_hc * (3 * E * C), p_ddec + i_hc * E, p_dbeta, p_dg, t, e, row0 * HV + i_hv, rows, scale, HV * NC.to(gl.int64),
             HV, E, C, NDB, GATE, DELTA, table,
         )  # fmt: skip
         dq2 = dq2 + dq2_j

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait 
 from .gluon_compat import (
     barrier,
     decayed,
-    load_decay,
+    load_decays,
     new_barrier,
     new_barriers,
     reinterpret,
@@ -56,6 +56,9 @@ def reverse_kernel(
     NW: gl.constexpr = gl.num_warps()
     EG: gl.constexpr = M // BV
     NG: gl.constexpr = E // EG
+    PARTS: gl.constexpr = (
+        NG if M == 64 else 1
+    )  # of K dS' that are added by a product with a 0/1 matrix, not in registers
     mma_c: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, C, 16])
     mma_k: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, K, 16])
     mma_v: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, BV, 16])
@@ -115,14 +118,15 @@ def reverse_kernel(
         phase = n & 1
         z = n >> 30
         x_s = x_buffer.index(z)
+        xs = (x_s,)
+        if PARTS == 2:  # the second where the next k will be
+            xs = xs + (reinterpret(k_s.index(1 - n % 2), gl.bfloat16, [K // M, M, C], tile).index(0),)
         q = q_buffer.index(z)
         do = do_buffer.index(n % ND + z)
         tp = tp_buffer.index(z)
         dw_s = reinterpret(x_s, gl.bfloat16, [C, BV], v_layout)
         k = k_s.index(n % 2)
-        decays = ()
-        for g in gl.static_range(NG):
-            decays = decays + (load_decay(p_dec + (i_hc - n * HV) * E + g * EG, S[g], EG, BV, K),)
+        decays = load_decays(p_dec + (i_hc - n * HV) * E, S, NG, EG, BV, K)
         # ---- K dS', scaled by the table; the state's gradient at the chunk's end goes to memory
         mbarrier.wait(bar_k.index(n % 2), (n // 2) & 1)
         total = zero_c
@@ -147,8 +151,12 @@ def reverse_kernel(
             else:
                 x = mma_wait(0, deps=[x])
             x = scale_rows(x, write_s.slice(g * EG, EG, 0), EG, BV, C)
-            total = x if g == 0 else total + x
-        x_s.store(to_bf16(total))
+            if PARTS == 2:
+                xs[g].store(to_bf16(x))
+            else:
+                total = x if g == 0 else total + x
+        if PARTS == 1:
+            x_s.store(to_bf16(total))
         fence_async_shared()
         if ND == 2:
             mbarrier.wait(bar_do.index(n % 2), (n // 2) & 1)
@@ -162,9 +170,11 @@ def reverse_kernel(
             repeat = slice_selector(left_c, M, BV, z)
         dor = mma(repeat, do.permute([1, 0]), zero_c, use_acc=False, is_async=True)
         dy = zero_c
-        for e in gl.static_range(EG):
-            dy = mma(repeat, x_s.slice(e * BV, BV, 0), dy, use_acc=e > 0, is_async=True)
-        load_tile(d_k, bar_k.index(1 - n % 2), k_s.index(1 - n % 2), next_row, i_h * K, more, C * K * 2)
+        for i in gl.static_range(PARTS):
+            for e in gl.static_range(EG):
+                dy = mma(repeat, xs[i].slice(e * BV, BV, 0), dy, use_acc=i + e > 0, is_async=True)
+        if PARTS == 1:
+            load_tile(d_k, bar_k.index(1 - n % 2), k_s.index(1 - n % 2), next_row, i_h * K, more, C * K * 2)
         load_tile(d_write, bar_write, write_s, (i_hc - (n + 1) * HV) * 3 * E + 2 * E, 0, more, E * C * 4)
         if ND == 2:
             next_do = do_buffer.index(1 - n % 2)
@@ -182,6 +192,8 @@ def reverse_kernel(
                  use_acc=False, is_async=True)  # fmt: skip
         dw = mma(gl.convert_layout(dyb, left_c, assert_trivial=True), tp.slice(0, C, 0), dw, is_async=True)
         barrier()
+        if PARTS == 2:
+            load_tile(d_k, bar_k.index(1 - n % 2), k_s.index(1 - n % 2), next_row, i_h * K, more, C * K * 2)
         x_s.store(dyb)
         fence_async_shared()
         # ---- update by Q^T while dW is being formed
@@ -212,7 +224,8 @@ def reverse_kernel(
         if tail == 0:
             tma_store(d_dw, [row0 - n * C, column], dw_s)
         load_masks(
-            d_tp, d_read, d_do, bar_masks, tp, read_s, do, i_hc - (n + 1) * HV, next_row, column, more, ND == 1, E, C, BV
+            d_tp, d_read, d_do, bar_masks, tp, read_s, do, i_hc - (n + 1) * HV, next_row, column, more, ND == 1, E, C,
+            BV,
         )  # fmt: skip
         load_tile(d_q, bar_q, q, next_row, i_h * K, more, C * K * 2)
     tma.store_wait(0)
