@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -226,6 +227,9 @@ def test_program_fills_a_grid_and_goes_on_where_it_stopped(program, tmp_path):
     first = program.run(dataclasses.replace(grid, slices=[1], pairs=[2]), output, "test")
     assert [row["E"] for row in first["rows"] if row["metric"] == "accuracy"] == [1]
     kept = json.loads(output.read_text())["rows"][0]
+    assert first["command"] == "test"
+    assert first["versions"]["torch"] == importlib.metadata.version("torch")
+    assert first["device"] == f"CPU, {torch.get_num_threads()} threads" or first["gpu"]
     whole = program.run(dataclasses.replace(grid, pairs=[2]), output, "test")
     accuracy = [row for row in whole["rows"] if row["metric"] == "accuracy"]
     assert accuracy[0] == kept
