@@ -199,8 +199,9 @@ def test_checks(least):
     assert [round(check["value"], 9) for check in found] == [1.25, 3.0, 0.875]
     assert all(check["passed"] == (least < 0) for check in found)
     assert suite.checks(rows, config.ChecksConfig()) == []
-    (lonely,) = suite.checks([rows[0] | {"se": None}], config.ChecksConfig(min_context_gain=0.0))
-    assert (lonely["value"], lonely["passed"]) == (None, False)
+    for se in (None, 0.0):  # of one document, of one bucket
+        (lonely,) = suite.checks([rows[0] | {"se": se}], config.ChecksConfig(min_context_gain=0.0))
+        assert (lonely["value"], lonely["passed"]) == (None, False)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +217,8 @@ def test_checks(least):
             "has no part; give at least one of perplexity",
         ),
         ({"sample": {"temperature": -1.0}}, "temperature must be >= 0"),
+        ({"sample": {"seed": 1 << 63}}, "seed must be a number of 64 bits, not 9223372036854775808"),
+        ({"sample": {"prompts": []}}, "prompts must name at least one text to continue"),
         ({"rular": {}}, "did you mean ruler"),
         ({"model": {"dtype": "float8"}}, "model.dtype must be one of"),
     ],
@@ -304,6 +307,8 @@ def test_generate_command(run_folder, monkeypatch, capsys):
     assert out.startswith("ka lo")
     assert re.search(r"\[\d+ tokens, [\d.]+ tokens/s after [\d.]+ s\]", err)
     assert "there is no folder" in run_script(monkeypatch, "generate.py", "/no/such")
+    for word, said in (("--prompt=\udcff", "is no Unicode text"), (f"--seed={1 << 64}", "a number of 64 bits")):
+        assert said in run_script(monkeypatch, "generate.py", str(run_folder), word)
 
 
 def test_eval_sh_passes_everything_on(tmp_path, monkeypatch):
