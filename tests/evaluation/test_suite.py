@@ -174,18 +174,6 @@ def test_the_folder_of_another_evaluation_is_refused(finished, run_folder, llama
     assert journal.Journal(tmp_path, {"checkpoint": 2}, overwrite=True).once("a", lambda: 2) == 2
 
 
-@pytest.mark.parametrize("content", [b"", b'{"a": ', b"\xff"])
-def test_damaged_steps_and_claims_are_named(tmp_path, content):
-    journal.Journal(tmp_path, {}).once("a", lambda: 1)
-    (tmp_path / "steps" / "a.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"steps/a\.json is damaged; remove it"):
-        journal.Journal(tmp_path, {}).once("a", lambda: 1)
-    (tmp_path / "evaluation.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"evaluation\.json is damaged; choose another --output, or .* --overwrite"):
-        journal.Journal(tmp_path, {})
-    assert journal.Journal(tmp_path, {}, overwrite=True).once("a", lambda: 2) == 2
-
-
 @pytest.mark.parametrize("least", [1e9, -1e9])
 def test_checks(least):
     rows = [
