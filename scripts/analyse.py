@@ -4,7 +4,6 @@ Writes results.json, table.md and figure.png: half-lives, write strengths, use o
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from triadic import settings
 from triadic.analysis import AnalysisConfig, analyse, draw, write_table
 from triadic.evaluation import load_checkpoint
 from triadic.evaluation.documents import open_documents
+from triadic.evaluation.journal import write_json
 from triadic.origin import origin, versions
 
 
@@ -35,14 +35,18 @@ if __name__ == "__main__":
     parser.add_argument("--config", required=True, help="settings, such as recipes/scales/small/analyse.yaml")
     parser.add_argument("--output", required=True, type=Path, help="folder to write")
     args = parser.parse_intermixed_args()
+    names = [word for word in args.words if "=" not in word]
     try:
         config = settings.load(AnalysisConfig, args.config, [word for word in args.words if "=" in word])
-        rows = [row for word in args.words if "=" not in word for row in measure(word, config)]
-        args.output.mkdir(parents=True, exist_ok=True)
+        if not names:
+            raise ValueError("there is no checkpoint to analyse; name a Hugging Face folder, a run folder or a hub id")
+        if args.output.exists() and not args.output.is_dir():
+            raise ValueError(f"{args.output} is no folder; name another --output")
+        rows = [row for name in names for row in measure(name, config)]
+        header = origin(" ".join(["python", *sys.argv])) | {"versions": versions()}
+        write_json(args.output / "results.json", header | {"settings": settings.to_dict(config), "rows": rows})
         figure = draw(rows, args.output / "figure.png")
-    except ValueError as error:
+        print(write_table(rows, args.output / "table.md"))
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    header = origin(" ".join(["python", *sys.argv])) | {"versions": versions(), "settings": settings.to_dict(config)}
-    (args.output / "results.json").write_text(json.dumps(header | {"rows": rows}, indent=1) + "\n")
-    print(write_table(rows, args.output / "table.md"))
     print(figure)

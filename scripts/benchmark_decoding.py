@@ -23,6 +23,8 @@ if __name__ == "__main__":
     args = parser.parse_args()
     try:
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+        if Path(args.out).is_dir():
+            raise ValueError(f"{args.out} is a folder; name a file")
         for result in measure(**{**vars(args), "command": " ".join(sys.argv)}):
             Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
             print(json.dumps(result["rows"][-1]), flush=True)

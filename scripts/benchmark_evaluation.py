@@ -27,5 +27,5 @@ if __name__ == "__main__":
     try:
         command = " ".join(["python", *sys.argv])
         print(json.dumps(suite_speed(options["config"], options["text"], options["output"], command=command, **sizes)))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         refuse(error)

@@ -4,13 +4,12 @@ On several GPUs: torchrun --nproc_per_node 2 scripts/benchmark_training.py ... (
 """
 
 import argparse
-import itertools
 import sys
 from pathlib import Path
 
 from triadic.group import leaving_group
 from triadic.launch import refuse
-from triadic.training.speed import LONG, Cell, run
+from triadic.training.speed import LONG, make_cells, run
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -27,18 +26,14 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, help="begin no measurement later than that")
     parser.add_argument("--out", required=True, help="result file (JSON)")
     a = parser.parse_args()
-    cells = [
-        Cell(
-            model, length, max(a.pass_tokens // length, 1), a.accumulation if length < LONG else 1,
-            a.checkpoint == "on" or (a.checkpoint == "auto" and length >= LONG), not a.eager,
-            a.documents, a.context, a.precision,
-        )
-        for length, model in itertools.product(a.lengths, a.models)
-    ]  # fmt: skip
     with leaving_group():
         try:
             Path(a.out).parent.mkdir(parents=True, exist_ok=True)
             command = " ".join(["python", *sys.argv]).replace(f" --out {a.out}", "")
+            cells = make_cells(
+                a.models, a.lengths, a.pass_tokens, a.accumulation, a.checkpoint, compiled=not a.eager,
+                documents=a.documents, context=a.context, precision=a.precision,
+            )  # fmt: skip
             run(cells, a.steps, a.seconds, Path(a.out), command)
         except (ValueError, OSError) as error:
             refuse(error)

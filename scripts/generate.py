@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from triadic.evaluation import complete, load_checkpoint
+from triadic.evaluation.sampling import prompt_ids
 
 
 def show(text: str) -> None:
@@ -22,6 +23,7 @@ if __name__ == "__main__":
     args = vars(parser.parse_args())
     try:
         found = load_checkpoint(args.pop("checkpoint"))
+        prompt_ids(found.tokenizer, args["prompt"])  # refuses what cannot be shown either
         show(args["prompt"])
         made = complete(found.model, found.tokenizer, **args, on_text=show)
     except ValueError as error:

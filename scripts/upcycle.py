@@ -35,7 +35,7 @@ if __name__ == "__main__":
     note, text = args.target / "upcycled.json", json.dumps(wanted, indent=2) + "\n"
     try:
         if args.target.exists():
-            if not note.is_file() or note.read_text() != text:
+            if not note.is_file() or note.read_bytes() != text.encode():
                 raise ValueError(f"{args.target} exists and is not of this command; remove it or name another folder")
             print(f"{args.target} is already there")
             sys.exit()

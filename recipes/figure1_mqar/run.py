@@ -119,7 +119,8 @@ def run(grid: Grid, output: Path, command: str, commit: str | None = None) -> di
         raise ValueError(f"{output} holds runs of another configuration; name another --output or remove it")
     done = [row for row in result["rows"] if row["metric"] == "accuracy"]
     missing = [c for c in grid.runs() if (c.pairs, c.slices, c.seed) not in {(r["N"], r["E"], r["seed"]) for r in done}]
-    header = origin(command) | {"versions": versions(), "training": training}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    header = origin(command) | {"device": device, "versions": versions(), "training": training}
     header["commit"] = commit or header["commit"]
     if missing:  # a disk that refuses does so before the first run
         write_json(output, header | {"rows": result["rows"]})

@@ -57,6 +57,18 @@ def test_models_stand_side_by_side_in_results_table_and_figure(run, folder, caps
     assert (folder / "out" / "table.md").read_text() in capsys.readouterr().out
 
 
+def test_what_cannot_be_analysed_or_written_is_told_in_a_sentence(run, folder):
+    with pytest.raises(SystemExit, match=r"^error: there is no checkpoint to analyse; name a"):
+        run(f"data={folder / 'text'}")
+    (folder / "out").touch()
+    with pytest.raises(SystemExit, match=r"^error: .*out is no folder; name another --output$"):
+        run(folder / "gdn", f"data={folder / 'text'}")
+    (folder / "out").unlink()
+    (folder / "out" / "figure.png").mkdir(parents=True)
+    with pytest.raises(SystemExit, match=r"^error: .*figure.png"):
+        run(folder / "gdn", f"data={folder / 'text'}")
+
+
 def test_a_stores_read_only_tokens_are_taken_without_a_warning(make_model):
     documents = np.arange(120).reshape(2, 60) % 53
     documents.setflags(write=False)

@@ -167,6 +167,9 @@ def test_what_contradicts_or_is_missing_is_refused(tmp_path):
         compare.compare([one, three], tmp_path / "out")
     with pytest.raises(ValueError, match="holds no readable results"):
         compare.compare([tmp_path / "none"], tmp_path / "out")
+    for number, other in enumerate(([], {"settings": {}, "rows": []})):  # the second is what an analysis leaves
+        with pytest.raises(ValueError, match=r"holds no readable results\.json of an evaluation; give the output"):
+            compare.compare([write(tmp_path / f"other{number}", other)], tmp_path / "out")
     with pytest.raises(ValueError, match="the paper's tables have no row 'gdm'"):
         compare.compare([one], tmp_path / "out", ["gdm"])
     assert not (tmp_path / "out").exists()

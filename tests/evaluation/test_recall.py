@@ -1,11 +1,12 @@
 """The six recall tasks on invented documents: prompts, cuts and scores against definitions by hand, and an oracle."""
 
+import json
 import re
 
 import pytest
 from lm_eval.api.model import LM
 
-from triadic.evaluation import recall
+from triadic.evaluation import evaluate, recall
 from triadic.evaluation.config import ModelConfig, RecallConfig, SuiteConfig
 from triadic.evaluation.harness import TriadicLM
 from triadic.evaluation.journal import Journal
@@ -142,6 +143,18 @@ def test_data_that_cannot_be_had_or_lack_a_column(tmp_path, tokenizer, monkeypat
     (tmp_path / "squad.jsonl").write_text('{"doc_id": 1, "text": "a"}\n')
     with pytest.raises(ValueError, match="has no column value, title, context, question; it needs doc_id, text"):
         list(read("squad", str(tmp_path)))
+    (tmp_path / "nq.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"nq in .* holds no rows; bring its data set, or drop the task"):
+        list(read("nq", str(tmp_path)))
+
+
+def test_a_row_without_text_is_found_before_the_first_step(llama, tmp_path, recall_row):
+    rows = [recall_row("nq", 0), recall_row("nq", 1) | {"context": None}]
+    (tmp_path / "nq.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = {"name": "test", "recall": {"tasks": ["nq"], "folder": str(tmp_path)}}
+    with pytest.raises(ValueError, match=r"a row of nq in .* has no text in its column context"):
+        evaluate(str(llama), from_dict(SuiteConfig, tree), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,9 @@ def test_essays_that_cannot_be_had(monkeypatch, tmp_path, texts):
     assert (" ".join(essays.words), essays.local) == ("The essays say so. It is so. Now.", False)
     with pytest.raises(ValueError, match="there are no documents at /no/such"):
         haystack.open_haystack(None, "/no/such")
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(ValueError, match=r"the haystack \(local: empty.txt\) holds no text; give another file"):
+        haystack.open_haystack(None, str(tmp_path / "empty.txt"))
     haystack.open_haystack.cache_clear()
     monkeypatch.setattr("nltk.data.find", lambda name: (_ for _ in ()).throw(LookupError()))
     monkeypatch.setattr("nltk.download", lambda *_, **__: False)
@@ -246,6 +249,8 @@ def test_lengths_beyond_the_model_and_unknown_tasks_are_refused(llama, tmp_path)
         ({"lengths": [512], "samples": 501}, "at most 500"),
         ({"samples": 5}, "ruler.lengths is required"),
         ({"lengths": [512], "essays": "a", "haystack": "b"}, "give one of them"),
+        ({"lengths": [512], "tasks": []}, "tasks must be different needle tasks, at least one"),
+        ({"lengths": [512], "min_fill": 2.0}, "min_fill must be a share between 0 and 1"),
     ],
 )
 def test_bad_settings(settings, message):

@@ -174,18 +174,6 @@ def test_the_folder_of_another_evaluation_is_refused(finished, run_folder, llama
     assert journal.Journal(tmp_path, {"checkpoint": 2}, overwrite=True).once("a", lambda: 2) == 2
 
 
-@pytest.mark.parametrize("content", [b"", b'{"a": ', b"\xff"])
-def test_damaged_steps_and_claims_are_named(tmp_path, content):
-    journal.Journal(tmp_path, {}).once("a", lambda: 1)
-    (tmp_path / "steps" / "a.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"steps/a\.json is damaged; remove it"):
-        journal.Journal(tmp_path, {}).once("a", lambda: 1)
-    (tmp_path / "evaluation.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"evaluation\.json is damaged; choose another --output, or .* --overwrite"):
-        journal.Journal(tmp_path, {})
-    assert journal.Journal(tmp_path, {}, overwrite=True).once("a", lambda: 2) == 2
-
-
 @pytest.mark.parametrize("least", [1e9, -1e9])
 def test_checks(least):
     rows = [
@@ -199,8 +187,9 @@ def test_checks(least):
     assert [round(check["value"], 9) for check in found] == [1.25, 3.0, 0.875]
     assert all(check["passed"] == (least < 0) for check in found)
     assert suite.checks(rows, config.ChecksConfig()) == []
-    (lonely,) = suite.checks([rows[0] | {"se": None}], config.ChecksConfig(min_context_gain=0.0))
-    assert (lonely["value"], lonely["passed"]) == (None, False)
+    for se in (None, 0.0):  # of one document, of one bucket
+        (lonely,) = suite.checks([rows[0] | {"se": se}], config.ChecksConfig(min_context_gain=0.0))
+        assert (lonely["value"], lonely["passed"]) == (None, False)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +205,8 @@ def test_checks(least):
             "has no part; give at least one of perplexity",
         ),
         ({"sample": {"temperature": -1.0}}, "temperature must be >= 0"),
+        ({"sample": {"seed": 1 << 63}}, "seed must be a number of 64 bits, not 9223372036854775808"),
+        ({"sample": {"prompts": []}}, "prompts must name at least one text to continue"),
         ({"rular": {}}, "did you mean ruler"),
         ({"model": {"dtype": "float8"}}, "model.dtype must be one of"),
     ],
@@ -304,6 +295,8 @@ def test_generate_command(run_folder, monkeypatch, capsys):
     assert out.startswith("ka lo")
     assert re.search(r"\[\d+ tokens, [\d.]+ tokens/s after [\d.]+ s\]", err)
     assert "there is no folder" in run_script(monkeypatch, "generate.py", "/no/such")
+    for word, said in (("--prompt=\udcff", "is no Unicode text"), (f"--seed={1 << 64}", "a number of 64 bits")):
+        assert said in run_script(monkeypatch, "generate.py", str(run_folder), word)
 
 
 def test_eval_sh_passes_everything_on(tmp_path, monkeypatch):

@@ -46,6 +46,14 @@ def test_work_is_what_the_rows_say():
     assert suite_speed._work("ruler", rows) == needles
 
 
+@pytest.mark.parametrize("size", [{"length": -5}, {"windows": 0}, {"samples": 0}])
+def test_sizes_that_cannot_be_measured(size, triadic_hf, own, tmp_path):
+    sizes = {"length": 2048, "windows": 1, "samples": 1} | size
+    with pytest.raises(ValueError, match="length must be at least 256 tokens, windows and samples at least 1, not"):
+        suite_speed.suite_speed(str(triadic_hf), str(own), tmp_path / "out", **sizes, dtype="float32", command="")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_the_command_times_both_parts(own, triadic_hf, tmp_path, monkeypatch, capsys):
     given = ["--config", str(triadic_hf / "config.json"), "--text", str(own), "--output", str(tmp_path)]

@@ -175,3 +175,38 @@ def test_what_is_missing_is_named(llama, local, pages, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"the data of nq cannot be had .*; for local files give recall.folder=FOLDER"):
         evaluate(str(llama), suite(recall={"tasks": ["nq"]}), tmp_path / "out5")
     assert not (tmp_path / "out5").exists()
+
+
+TORN = {  # content of a .jsonl file -> what is said of it
+    "": "holds no rows; bring the data set of piqa, or drop the task",
+    "\n\n": "holds no rows",
+    '{"goal": "ka"': r"piqa.jsonl, line 1, is no JSON: Expecting",
+    '{"goal": "a", "sol1": "b", "sol2": "c", "label": 0}\n[1]\n': r"line 2, is no JSON object with columns, but \[1\]",
+    '{"goal": "ka"}': r"the data of piqa cannot be had \(malformed .*\); for local files give zeroshot.folder",
+    '{"text": "ka"}': r"the data of piqa cannot be had \('goal' is undefined\); for local files give zeroshot.folder",
+}
+
+
+@pytest.mark.parametrize("content", TORN)
+def test_files_that_are_no_data_are_named(content, llama, tmp_path):
+    (tmp_path / "piqa.jsonl").write_text(content)
+    suite = {"name": "tasks", "zeroshot": {"metrics": {"piqa": "acc"}, "folder": str(tmp_path)}}
+    with pytest.raises(ValueError, match=TORN[content]):
+        evaluate(str(llama), settings.from_dict(config.SuiteConfig, suite), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"\xff\xfe", "a.jsonl cannot be read as .jsonl: 'utf-8' codec can't decode"),
+        ("a.parquet", b"none", "a.parquet cannot be read as .parquet: Parquet"),
+        ("a.jsonl", b'{"text": "ka"}', "a.jsonl has no column 'page', only text"),
+        ("a.jsonl", b'{"page": "ka"}\n{"page": null}', "row 2 of .*a.jsonl has no text in its column 'page', but None"),
+        ("a.jsonl", b'{"page": " "}', "a.jsonl holds no page with text"),
+    ],
+)
+def test_pages_that_are_no_text_are_named(name, content, message, llama, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        wiki(llama, tmp_path / name, tmp_path / "out")

@@ -129,9 +129,10 @@ def test_targets_that_cannot_be_used(run, checkpoint, tmp_path):
     with pytest.raises(SystemExit, match=r"error: .*Not a directory"):
         run(checkpoint, checkpoint / "config.json" / "new", "--second_key_dim", 4)
     (tmp_path / "torn").mkdir()
-    (tmp_path / "torn" / "upcycled.json").write_text("{")
-    with pytest.raises(SystemExit, match="torn exists and is not of this command"):
-        run(checkpoint, tmp_path / "torn", "--second_key_dim", 4)
+    for torn in (b"{", b"\xff"):
+        (tmp_path / "torn" / "upcycled.json").write_bytes(torn)
+        with pytest.raises(SystemExit, match="torn exists and is not of this command"):
+            run(checkpoint, tmp_path / "torn", "--second_key_dim", 4)
     with pytest.raises(SystemExit, match=r"config\.json; give a Hugging Face folder"):
         run(checkpoint / "config.json", tmp_path / "new", "--second_key_dim", 4)
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -140,15 +141,37 @@ def learns(seed, steps, **changes):
 
 
 def test_few_pairs_first_leave_the_plateau_where_all_at_once_stay():
-    row, log = learns(0, 100)
+    row, log = learns(0, 120)
     assert row["left"] < 100
     assert row["value"] > 0.25
     assert {entry["pairs"] for entry in log if entry["step"] <= row["left"]} == {2}
     assert log[-1]["pairs"] == 16
-    assert all(entry["loss"] > math.log(2) for entry in log if entry["step"] < row["left"])
-    stuck, _ = learns(0, 100, growth_steps=0)
+    assert all(entry["loss"] > math.log(2) for entry in log if entry["step"] <= row["left"] - mqar.LOOK)
+    stuck, _ = learns(0, 120, growth_steps=0)
     assert stuck["left"] is None
     assert stuck["value"] < 0.1
+
+
+@pytest.mark.parametrize(("steps", "left", "looks"), [(50, 40, 2), (37, 37, 2), (32, None, 2), (20, None, 1)])
+def test_the_plateau_is_left_at_the_next_look(steps, left, looks, monkeypatch):
+    """Looking waits for a GPU, so it is done every twentieth step, and no more once a loss was low: here the 33rd."""
+    drawn, looked, draw = [], [], mqar.draw
+
+    class Least(float):
+        def item(self):
+            looked.append(self)
+            return self
+
+    def loss(model, *batch):
+        return model.head.weight.sum() * 0 + (0.1 if len(drawn) == 33 else 5.0)
+
+    monkeypatch.setattr(mqar.MqarModel, "loss", loss)
+    monkeypatch.setattr(mqar, "draw", lambda *a: drawn.append(a[1]) or draw(*a))
+    monkeypatch.setattr(mqar.torch, "fmin", lambda least, x: Least(min(least, x)))
+    row, _ = learns(0, steps, test_sequences=1)
+    assert row["left"] == left
+    assert len(looked) == looks
+    assert drawn[:steps] == [2] * min(steps, left or steps) + [4] * (steps - (left or steps))
 
 
 def test_a_matched_start_has_the_same_queries_as_keys_and_learns_all_pairs_at_once():
@@ -226,6 +249,9 @@ def test_program_fills_a_grid_and_goes_on_where_it_stopped(program, tmp_path):
     first = program.run(dataclasses.replace(grid, slices=[1], pairs=[2]), output, "test")
     assert [row["E"] for row in first["rows"] if row["metric"] == "accuracy"] == [1]
     kept = json.loads(output.read_text())["rows"][0]
+    assert first["command"] == "test"
+    assert first["versions"]["torch"] == importlib.metadata.version("torch")
+    assert first["device"] == f"CPU, {torch.get_num_threads()} threads" or first["gpu"]
     whole = program.run(dataclasses.replace(grid, pairs=[2]), output, "test")
     accuracy = [row for row in whole["rows"] if row["metric"] == "accuracy"]
     assert accuracy[0] == kept

@@ -118,3 +118,14 @@ def test_tests_that_need_one_say_so(chosen, code, said, last, tmp_path):
     assert not any("NotImplementedError" in line or "Traceback" in line for line in told), told
     if last:
         assert told[-1].startswith(last)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_outputs_that_cannot_be_written_are_refused_before_anything_is_measured(script, monkeypatch, tmp_path):
+    arguments, trial = SCRIPTS[script]
+    out = tmp_path
+    if script == "benchmark_evaluation.py":
+        out = tmp_path / "file"
+        out.touch()
+    with pytest.raises(SystemExit, match=f"^error: .*{out.name}"):
+        call(script, monkeypatch, *trial.split(), arguments[-1], out)

@@ -65,3 +65,29 @@ def test_no_package_that_reads_data_is_needed():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": [0]}, "seq_len must be at least 1, not 0"),
+        ({"accumulation": 0}, "accumulation must be at least 1, not 0"),
+        ({"documents": 0}, "documents must be at least 1, not 0"),
+        ({"documents": 7}, "7 documents of equal length do not fill 16 tokens"),
+        ({"context": 0}, "context must be at least 1, not 0"),
+    ],
+)
+def test_cells_that_cannot_be_measured_are_refused(changes, message):
+    options = dict(models=["a"], lengths=[16], pass_tokens=32, accumulation=2, checkpoint="auto", compiled=False)
+    (cell,) = speed.make_cells(**options)
+    assert (cell.windows, cell.checkpointed) == (2, False)
+    with pytest.raises(ValueError, match=message):
+        speed.make_cells(**options | changes)
+
+
+def test_nothing_is_measured_for_no_steps_or_into_a_folder(cell, tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "measure", lambda *_: pytest.fail("measured"))
+    with pytest.raises(ValueError, match="steps must be at least 1, not 0"):
+        speed.run([cell], 0, None, tmp_path / "x.json", "")
+    with pytest.raises(IsADirectoryError):
+        speed.run([cell], 1, None, tmp_path, "")

@@ -148,9 +148,12 @@ def _losses(rows: list[dict[str, Any]]) -> list[str]:
 
 def _read(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / "results.json").read_text())
+        results = json.loads((folder / "results.json").read_text())
     except (OSError, ValueError):
-        raise ValueError(f"{folder} holds no readable results.json; give the output folder of an evaluation") from None
+        results = None
+    if not isinstance(results, dict) or not results.keys() >= {"checkpoint", "rows"}:  # an analysis has no checkpoint
+        raise ValueError(f"{folder} holds no readable results.json of an evaluation; give the output folder of one")
+    return results
 
 
 def _same(known: Any, value: Any, name: str, what: str) -> None:

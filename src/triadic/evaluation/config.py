@@ -74,6 +74,10 @@ class RulerConfig:
             raise ValueError(f"samples must be at most 500, what lm-eval makes for each length, not {self.samples}")
         if not self.lengths or min(self.lengths) < 256 or len(set(self.lengths)) != len(self.lengths):
             raise ValueError(f"lengths must be different numbers of at least 256 tokens, not {self.lengths}")
+        if not self.tasks or len(set(self.tasks)) != len(self.tasks):
+            raise ValueError(f"tasks must be different needle tasks, at least one, not {self.tasks}")
+        if not 0 <= self.min_fill <= 1:
+            raise ValueError(f"min_fill must be a share between 0 and 1 of a sample's length, not {self.min_fill}")
 
 
 @dataclass(frozen=True)
@@ -143,8 +147,10 @@ class WikitextConfig:
         _positive(self, "documents_per_step")
 
 
-def check_sampling(temperature: float, top_p: float, top_k: int) -> None:
+def check_sampling(temperature: float, top_p: float, top_k: int, seed: int) -> None:
     """Raise ValueError for settings that cannot be sampled with."""
+    if abs(seed) >= 1 << 63:
+        raise ValueError(f"seed must be a number of 64 bits, not {seed}")
     if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or top_k < 0:
         raise ValueError(
             f"temperature must be >= 0, top_p in (0, 1] and top_k >= 0, not {temperature}, {top_p} and {top_k}"
@@ -164,7 +170,9 @@ class SampleConfig:
 
     def __post_init__(self):
         _positive(self, "max_new_tokens")
-        check_sampling(self.temperature, self.top_p, self.top_k)
+        check_sampling(self.temperature, self.top_p, self.top_k, self.seed)
+        if not self.prompts:
+            raise ValueError('prompts must name at least one text to continue ("" begins a document)')
 
 
 @dataclass(frozen=True)

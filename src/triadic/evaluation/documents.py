@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
 from triadic.data import MixtureStore, TokenStore, check_tokenizer, open_store
+from triadic.models.loading import one_line
 
 TEXT_KINDS = (".txt", ".jsonl", ".parquet")
 
@@ -106,23 +108,46 @@ def _from_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase, path: Path
 
 def _texts(files: list[Path], column: str) -> Iterator[str]:
     for file in files:
-        if file.suffix == ".txt":
-            yield file.read_text()
+        if file.suffix != ".txt":
+            yield from read_column(file, column)
             continue
-        for row in read_rows(file):
-            if column not in row:
-                raise ValueError(f"{file} has no column {column!r}, only {', '.join(row)}")
-            yield row[column]
+        try:
+            yield file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file} cannot be read as text: {one_line(error)}") from error
+
+
+def read_column(file: Path, column: str) -> Iterator[str]:
+    """The texts in a column of a .jsonl or .parquet file; raises ValueError where a row has none."""
+    for number, row in enumerate(read_rows(file), 1):
+        if column not in row:
+            raise ValueError(f"{file} has no column {column!r}, only {', '.join(row)}")
+        if not isinstance(row[column], str):
+            raise ValueError(f"row {number} of {file} has no text in its column {column!r}, but {row[column]!r:.40}")
+        yield row[column]
 
 
 def read_rows(file: Path) -> Iterator[dict]:
-    """The rows of a .jsonl or .parquet file."""
-    if file.suffix == ".parquet":
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
-            yield from batch.to_pylist()
-    else:
-        with open(file) as lines:
-            yield from (json.loads(line) for line in lines if line.strip())
+    """The rows of a .jsonl or .parquet file; raises ValueError for one that cannot be read as such."""
+    try:
+        if file.suffix == ".parquet":
+            for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+                yield from batch.to_pylist()
+            return
+        with open(file, encoding="utf-8") as lines:
+            yield from (_row(line, f"{file}, line {n},") for n, line in enumerate(lines, 1) if line.strip())
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{file} cannot be read as {file.suffix}: {one_line(error)}") from error
+
+
+def _row(line: str, where: str) -> dict:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is no JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is no JSON object with columns, but {line.strip():.40}")
+    return row
 
 
 def local_file(folder: str | Path, task: str, setting: str) -> Path:

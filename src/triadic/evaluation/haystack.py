@@ -87,6 +87,8 @@ def own_texts(source: str) -> list[str]:
 
 def _haystack(name: str, local: bool, texts: list[str]) -> Haystack:
     words = re.sub(r"\s+", " ", " ".join(texts)).strip().split(" ")  # as lm-eval does
+    if words == [""]:
+        raise ValueError(f"the haystack ({name}) holds no text; give another file or folder")
     return Haystack(name, local, words, hashlib.sha256(" ".join(words).encode()).hexdigest())
 
 

@@ -52,13 +52,15 @@ def _check(folder: Path, identity: dict) -> None:
     path = folder / "evaluation.json"
     if path.is_file():
         other = _read(path, "choose another --output, or replace it with --overwrite")
+        if not isinstance(other, dict):
+            raise ValueError(f"{path} is no evaluation's; choose another --output, or replace it with --overwrite")
         differs = [key for key in identity if other.get(key) != identity[key]]
         if differs:
             raise ValueError(
                 f"{folder} holds an evaluation with another {' and '.join(differs)}; "
                 "choose another --output, or replace it with --overwrite"
             )
-    elif (folder / "steps").exists() and any((folder / "steps").iterdir()):
+    elif (folder / "steps").is_dir() and any((folder / "steps").iterdir()):
         raise ValueError(f"{folder} holds steps of an unknown evaluation; choose another --output or use --overwrite")
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from triadic.evaluation.config import MqarGridConfig
     from triadic.evaluation.suite import Context
 
+LOOK = 20  # steps between looks at the loss while the plateau lasts
 TEST_SEED = 1_000_003  # of the held-out sequences; training draws with the run's seed
 
 
@@ -219,7 +220,8 @@ def train(
 ) -> dict[str, Any]:
     """Train one model and measure it: {"N", "E", "seed", "value": accuracy, "loss": last, "seconds", ...}.
 
-    "left" is the step after which the loss was first below log N of that step's N, None if it never was.
+    "left" is the step after which a loss below log N was first seen, None if none was: the host looks every LOOK steps
+    at the least of all losses so far, and after the last step, since looking waits for the device.
     `on_log` receives {"step", "pairs", "loss"} twenty times.
     """
     device = torch.device(device)
@@ -229,6 +231,7 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(config, step))
     generator = torch.Generator(device).manual_seed(config.seed)
     start, tokens, left = time.perf_counter(), 0, None
+    least = torch.tensor(math.inf, device=device)
     for step in range(config.steps):
         pairs = pairs_at(config, step, left)
         sequences = config.tokens_per_step // (2 * pairs)
@@ -241,8 +244,10 @@ def train(
         optimizer.step()
         schedule.step()
         tokens += sequences * 2 * pairs
-        if left is None and loss.item() < math.log(pairs):
-            left = step + 1
+        if left is None:  # until then N is the same
+            least = torch.fmin(least, loss.detach())
+            look = (step + 1) % LOOK == 0 or step + 1 == config.steps
+            left = step + 1 if look and least.item() < math.log(pairs) else None
         if on_log and (step + 1) % max(1, config.steps // 20) == 0:
             on_log({"step": step + 1, "pairs": pairs, "loss": loss.item()})
     return {

@@ -47,7 +47,8 @@ def ready(context: "Context", config: RecallConfig) -> None:
     """Raise ValueError for data that cannot be had, of what is to be run."""
     for task in config.tasks:
         if not context.journal.has(f"recall-{task}"):
-            next(read(task, config.folder, config.nq), None)
+            for _ in read(task, config.folder, config.nq):  # to the end, so that a bad row is found now
+                pass
 
 
 def measure(context: "Context", config: RecallConfig) -> list[dict[str, Any]]:

@@ -162,11 +162,11 @@ def _harness_centre(task: str, row: dict, text: str, tokenizer: PreTrainedTokeni
 
 
 def read(task: str, folder: str | None, nq: int = 2048) -> Iterator[dict[str, Any]]:
-    """The rows of a task; raises ValueError for what cannot be had, and for missing columns."""
+    """The rows of a task; raises ValueError for what cannot be had, for missing columns and where there are none."""
+    hub = TASKS[task].hub.format(nq=nq)
     if folder is not None:
         rows = read_rows(local_file(folder, task, "recall.folder"))
     else:
-        hub = TASKS[task].hub.format(nq=nq)
         try:
             rows = datasets.load_dataset(hub, split="validation")
         except (OSError, ValueError) as error:
@@ -174,11 +174,15 @@ def read(task: str, folder: str | None, nq: int = 2048) -> Iterator[dict[str, An
                 f"the data of {task} cannot be had ({one_line(error)}); for local files give recall.folder=FOLDER with "
                 f"{task}.jsonl or {task}.parquet in it: {hub}, validation"
             ) from error
+    row, where = None, Path(folder) if folder else hub
     for row in rows:
         missing = [column for column in TASKS[task].columns if column not in row]
         if missing:
-            where = Path(folder) if folder else hub
             raise ValueError(
                 f"{task} in {where} has no column {', '.join(missing)}; it needs {', '.join(TASKS[task].columns)}"
             )
+        if not isinstance(row[TASKS[task].text], str):
+            raise ValueError(f"a row of {task} in {where} has no text in its column {TASKS[task].text}")
         yield row
+    if row is None:
+        raise ValueError(f"{task} in {where} holds no rows; bring its data set, or drop the task")

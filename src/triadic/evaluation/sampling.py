@@ -49,7 +49,12 @@ class _Stream(TextStreamer):
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Ids of a prompt after one BOS; raises ValueError for an empty prompt if the tokenizer has no BOS."""
+    """Ids of a prompt after one BOS.
+
+    Raises ValueError for an empty prompt if the tokenizer has no BOS, and for one that is no Unicode text.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise ValueError(f"the prompt {prompt!r} is no Unicode text; give it in UTF-8")
     ids = tokenizer.encode(prompt, add_special_tokens=False)
     if tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
         ids = [tokenizer.bos_token_id, *ids]
@@ -75,7 +80,7 @@ def complete(
     temperature 0 is greedy, top_k 0 leaves all tokens. Raises ValueError for an empty prompt if the tokenizer has no
     BOS to begin with, and for values that cannot be sampled with.
     """
-    check_sampling(temperature, top_p, top_k)
+    check_sampling(temperature, top_p, top_k, seed)
     ids = prompt_ids(tokenizer, prompt)
     choose = {"do_sample": temperature > 0}
     if temperature > 0:

@@ -142,8 +142,8 @@ def checks(rows: list[dict[str, Any]], wanted: ChecksConfig) -> list[dict[str, A
             continue
         row = own[metric]
         value = row["value"]
-        if metric == "context_gain":  # without a standard error (one document only) nothing is shown
-            value = None if row["se"] is None else value / row["se"]
+        if metric == "context_gain":  # without a standard error (one document or bucket only) nothing is shown
+            value = value / row["se"] if row["se"] else None
         passed = value is not None and value >= least
         out.append({"name": title, "metric": metric, "value": value, "at_least": least, "passed": passed})
     return out

@@ -51,6 +51,10 @@ def suite_speed(
     output = Path(output)
     preset = load_config(config)
     check_timeable(preset, config, TRIAL)
+    if length < 256 or windows < 1 or samples < 1:
+        raise ValueError(
+            f"length must be at least 256 tokens, windows and samples at least 1, not {length}, {windows} and {samples}"
+        )
     documents = join(own_texts(text), CHARACTERS_A_TOKEN * length)
     shutil.rmtree(output / "documents", ignore_errors=True)
     (output / "documents").mkdir(parents=True)

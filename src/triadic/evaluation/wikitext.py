@@ -17,9 +17,10 @@ from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 from transformers import PreTrainedTokenizerBase
 
 from triadic.evaluation.config import WikitextConfig
-from triadic.evaluation.documents import read_rows
+from triadic.evaluation.documents import read_column
 from triadic.evaluation.journal import gather, rank, world_size
 from triadic.evaluation.scoring import token_losses
+from triadic.models.loading import one_line
 
 if TYPE_CHECKING:
     from triadic.evaluation.suite import Context
@@ -78,13 +79,15 @@ def _pages(path: str | None) -> list[str]:
     if path is not None:
         if not Path(path).is_file():
             raise ValueError(f"there is no file {path}; give wikitext.path a .jsonl or .parquet with the column page")
-        return [row["page"] for row in read_rows(Path(path)) if row["page"].strip()]
+        pages = [page for page in read_column(Path(path), "page") if page.strip()]
+        if not pages:
+            raise ValueError(f"{path} holds no page with text; give wikitext.path another file")
+        return pages
     try:
         pages = datasets.load_dataset("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1", split="test")["page"]
     except OSError as error:
-        reason = " ".join(str(error).split())
         raise ValueError(
-            f"WikiText-2 cannot be had ({reason}); for a local copy give wikitext.path=FILE, a .jsonl or .parquet of "
-            "EleutherAI/wikitext_document_level, wikitext-2-raw-v1, test"
+            f"WikiText-2 cannot be had ({one_line(error)}); for a local copy give wikitext.path=FILE, a .jsonl or "
+            ".parquet of EleutherAI/wikitext_document_level, wikitext-2-raw-v1, test"
         ) from error
     return [page for page in pages if page.strip()]

@@ -9,16 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jinja2
+from datasets.exceptions import DatasetsError
 from lm_eval.api.model import LM
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
 from triadic.evaluation.config import ZeroshotConfig
-from triadic.evaluation.documents import file_hash, local_file
+from triadic.evaluation.documents import file_hash, local_file, read_rows
 from triadic.evaluation.harness import run_task, seed
+from triadic.models.loading import one_line
 
 if TYPE_CHECKING:
     from triadic.evaluation.suite import Context
+
+FOREIGN = (ValueError, TypeError, SyntaxError, AttributeError, IndexError)  # what a task says of other data's columns
 
 
 @functools.cache
@@ -52,10 +57,13 @@ def ready(context: "Context", config: ZeroshotConfig) -> None:
 
 def load(task: str, config: ZeroshotConfig) -> Task:
     """lm-eval's task with its data, from the hub or the local file; raises ValueError if these cannot be had."""
-    with tempfile.TemporaryDirectory() as folder, _needs_data(task):
-        name = task
-        if config.folder is not None:
-            name = _overlay(Path(folder), task, local_file(config.folder, task, "zeroshot.folder"))
+    file = None
+    if config.folder is not None:
+        file = local_file(config.folder, task, "zeroshot.folder")
+        if not sum(1 for _ in read_rows(file)):  # reads them all: the reader of `datasets` does not say what is wrong
+            raise ValueError(f"{file} holds no rows; bring the data set of {task}, or drop the task")
+    with tempfile.TemporaryDirectory() as folder, _needs_data(task, *FOREIGN):
+        name = task if file is None else _overlay(Path(folder), task, file)
         seed()
         (loaded,) = stock_tasks().load([name])["tasks"].values()
     return loaded
@@ -101,14 +109,13 @@ def score(lm: LM, task: str, metric: str, config: ZeroshotConfig, loaded: Task |
 
 
 @contextlib.contextmanager
-def _needs_data(task: str) -> Iterator[None]:
+def _needs_data(task: str, *more: type[Exception]) -> Iterator[None]:
     """Says in a ValueError what to bring where the data of the task cannot be had, or are not its own."""
     try:
         yield
-    except (OSError, KeyError) as error:
-        reason = " ".join(str(error).split())
+    except (OSError, KeyError, jinja2.TemplateError, DatasetsError, *more) as error:
         raise ValueError(
-            f"the data of {task} cannot be had ({reason}); for local files give zeroshot.folder=FOLDER "
+            f"the data of {task} cannot be had ({one_line(error)}); for local files give zeroshot.folder=FOLDER "
             f"with {task}.jsonl or {task}.parquet in it, in the data set's own columns"
         ) from error
 

@@ -57,6 +57,13 @@ class Cell:
     context: int = 1
     precision: str = "bf16"
 
+    def __post_init__(self):
+        for name in ("seq_len", "accumulation", "documents", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.seq_len % self.documents:
+            raise ValueError(f"{self.documents} documents of equal length do not fill {self.seq_len} tokens")
+
     def settings(self, processes: int) -> TrainConfig:
         """The same as settings of a training run."""
         tokens = self.windows * self.accumulation * self.seq_len * processes // self.context
@@ -68,6 +75,22 @@ class Cell:
             schedule=ScheduleSettings(warmup_steps=0),
             parallel=ParallelSettings(context=self.context),
         )
+
+
+def make_cells(
+    models: list[str], lengths: list[int], pass_tokens: int, accumulation: int, checkpoint: str, **options: Any
+) -> list[Cell]:
+    """A cell for each model at each length, `pass_tokens` tokens to a pass; `checkpoint`: "auto", "on" or "off".
+
+    Raises ValueError for sizes that cannot be measured.
+    """
+    return [
+        Cell(
+            model, length, max(pass_tokens // max(length, 1), 1), accumulation if length < LONG else 1,
+            checkpoint == "on" or (checkpoint == "auto" and length >= LONG), **options,
+        )
+        for length, model in itertools.product(lengths, models)
+    ]  # fmt: skip
 
 
 class RandomWindows(IterableDataset):
@@ -213,12 +236,17 @@ def run(cells: list[Cell], steps: int, seconds: float | None, out: Path, command
     """Measure cells in order and keep the result file up to date; none is begun after `seconds` seconds.
 
     What does not fit into the memory, or fails otherwise on the device, leaves a row that says so. Raises ValueError
-    for a model config that cannot be read, and where there is no GPU for a large model.
+    for a model config that cannot be read, and where there is no GPU for a large model, OSError for a file that cannot
+    be written, all before the first measurement.
     """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, not {steps}")
     for path in dict.fromkeys(cell.model for cell in cells):
         check_timeable(load_config(path), path, TRIAL)
     begin, result = time.monotonic(), origin(command) | {"versions": versions(), "rows": []}
     main = int(os.environ.get("RANK", 0)) == 0
+    if main:
+        out.write_text(json.dumps(result, indent=1) + "\n")
     for cell in cells:
         if seconds is not None and broadcast_object_list([time.monotonic() - begin])[0] > seconds:
             result["left_out"] = [f"{Path(c.model).stem} at {c.seq_len}" for c in cells[len(result["rows"]) :]]
