@@ -6,10 +6,9 @@ rows by K columns; NG = E / EG tiles. Per chunk: the state, rounded, times K^T a
 0/1 matrix, which also adds V; Y in registers and O, independent of one another; the update by K^T.
 
 What shapes the code: all single buffers are indexed by n >> 30 (always 0), or LLVM hoists their wgmma descriptors out
-of
-the loop and spills; copies share mbarriers (k | q | read table | v, tp, write table), since each TMA issue costs a
-barrier;
-the final state's offsets go through chunks >> 30, or they stay in registers from the start.
+of the loop and spills; copies share mbarriers (k | q | read table | v, tp, write table), since each TMA issue costs a
+barrier; the final state's offsets go through chunks >> 30, or they stay in registers from the start; the state is
+loaded even where it is zero if the loop stores it, and not stored unless wanted, which spills fewer registers there.
 """
 
 from triton.experimental import gluon
@@ -89,8 +88,9 @@ def read_both(S, k_t, q_t, read_s, bar_inputs, bar_read, phase, stash, z, d_h, i
 
 @gluon.jit
 def read_states(S, x_t, table, bar, phase, first: gl.constexpr, stash, z, d_h, i_state, column, KEEP: gl.constexpr,
-                FIRST: gl.constexpr, NS: gl.constexpr, NG: gl.constexpr, EG: gl.constexpr, BV: gl.constexpr, K: gl.constexpr,
-                C: gl.constexpr, mma_c: gl.constexpr, operand: gl.constexpr, h_layout: gl.constexpr):  # fmt: skip
+                FIRST: gl.constexpr, NS: gl.constexpr, NG: gl.constexpr, EG: gl.constexpr, BV: gl.constexpr,
+                K: gl.constexpr, C: gl.constexpr, mma_c: gl.constexpr, operand: gl.constexpr,
+                h_layout: gl.constexpr):  # fmt: skip
     """Sum over tiles of table * (S x^T), [M, C] float32, and S; x_t [K, C] in shared memory.
 
     FIRST: the first of two read-outs of the same states, which also stores the first tile; the second stores the

@@ -214,8 +214,8 @@ def mask_gradients_kernel(
         barrier()
         dq2_j, dk2_j = gate_gradients(
             sums_s, columns_s, gc_s, k2_s, q2_s, bk_s, p_bt + i_hc * C, p_gc + i_hc * (EP * C) + C - 1,
-            p_dtab + i_hc * (3 * E * C), p_ddec + i_hc * E, p_dbeta, p_dg, t, e, row0 * HV + i_hv, rows, scale, HV * NC.to(gl.int64),
-            HV, E, C, NDB, GATE, DELTA, table,
+            p_dtab + i_hc * (3 * E * C), p_ddec + i_hc * E, p_dbeta, p_dg, t, e, row0 * HV + i_hv, rows, scale,
+            HV * NC.to(gl.int64), HV, E, C, NDB, GATE, DELTA, table,
         )  # fmt: skip
         dq2 = dq2 + dq2_j
         dk2 = dk2 + dk2_j

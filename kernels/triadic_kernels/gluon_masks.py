@@ -1,9 +1,10 @@
 """Kernel 2 in Gluon for Hopper (wgmma, TMA): K = 128, bfloat16; the mathematics and letters of masks.py.
 
 One program per (chunk, key head). R and R' are summed slice by slice in the registers of Q K^T and K K^T, with the
-exponent held at 0 above the diagonal, where these are zero. The inverse is made of products of whole [C, C] matrices
-whose factors are bfloat16 pairs (the number, and what rounding left of it): three products each, exact to about 2^-16
-of the factors. (With keys all alike and beta near 2 the powers cancel, and 1e-2 of the inverse may be lost.)
+exponent held at 0 above the diagonal, where these are zero. The inverse is that of the diagonal
+blocks of 16, one for each warp in registers, then of the whole by a series in blocks that ends after four terms. The
+factors of all its products are bfloat16 pairs (the number, and what rounding left of it): three products each, exact to
+about 2^-16 of the factors. (With keys all alike and beta near 2 the powers cancel, and 1e-2 of it may be lost.)
 """
 
 from triton.experimental import gluon

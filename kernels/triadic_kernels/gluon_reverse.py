@@ -1,8 +1,8 @@
 # ruff: noqa: RUF005 - Gluon compiles tuple sums, not unpacking
 """Kernel 4 in Gluon for Hopper (wgmma, TMA): K = V = 128, bfloat16.
 
-The mathematics of backward.py, the tiles of gluon_forward.py. Per chunk, from the last: dY = sum over slices of K dS';
-dW = PT^T dO + A'^T dY; the update by Q^T, while dW is being formed, and by K^T.
+The mathematics of backward.py, the tiles of gluon_forward.py and what shapes its code. Per chunk, from the last: dY =
+sum over slices of K dS'; dW = PT^T dO + A'^T dY; the update by Q^T, while dW is being formed, and by K^T.
 """
 
 from triton.experimental import gluon
