@@ -11,13 +11,13 @@ import pytest
 
 OFFLINE = Path(__file__).parents[2] / "kernels" / "benchmarks" / "offline.py"
 # Bytes that a thread may spill, by kernel; the recurrences of gluon_hopper hold the whole state in registers, and its
-# kernel 5 is held to 128 by its sixteen warps.
+# kernel 5 is held to 128 by its sixteen warps, its kernel 2 to 168 so that three programs fit a multiprocessor.
 BUDGET = {
-    "masks_kernel": 16,
-    "forward_kernel": 160,
-    "reverse_kernel": 160,
-    "state_gradients_kernel": 48,
-    "mask_gradients_kernel": 400,
+    "masks_kernel": 96,
+    "forward_kernel": 80,
+    "reverse_kernel": 80,
+    "state_gradients_kernel": 32,
+    "mask_gradients_kernel": 200,
 }
 ELSEWHERE = {"forward_kernel": 96, "reverse_kernel": 192, "state_gradients_kernel": 96, "mask_gradients_kernel": 96}
 if version("triton").startswith("3.6."):  # compute capability 10.0
