@@ -8,6 +8,7 @@ import torch
 
 from triadic.evaluation.speed import decoding_speed, measure, random_model
 from triadic.models import TriadicConfig, state_bytes
+from triadic.models.cache import CACHE_NAME
 
 FIELDS = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -20,7 +21,7 @@ FIELDS = {
 def test_bytes(state):
     config = TriadicConfig(**FIELDS, linear_state_dtype=state)
     model = random_model(config, torch.device("cpu"), torch.bfloat16)
-    row = decoding_speed(model, 3, 10**6, 1e12, steps=9)
+    (row,) = decoding_speed(model, 3, [10**6], 1e12, steps=9)
     full = TriadicConfig(**{**FIELDS, "layer_types": ["full_attention"] * 2})
     linear = TriadicConfig(**{**FIELDS, "layer_types": ["linear_attention"] * 2})
     assert row["keys_values_gb"] == pytest.approx(3 * state_bytes(full, 10**6) / 2 / 1e9, rel=1e-6)
@@ -29,6 +30,25 @@ def test_bytes(state):
     assert row["tokens_per_s"] == pytest.approx(3e3 / row["ms_per_step"], rel=0.01)
     moved = sum(row[f"{name}_gb"] for name in ("weights", "states", "keys_values"))
     assert row["roofline"] == pytest.approx(moved / row["ms_per_step"], abs=1e-3)  # GB at 1e12 bytes a second
+
+
+def test_contexts_of_a_recurrent_model_take_turns(monkeypatch):
+    """Each round times every context once, at its own positions, and the caches know them."""
+    config = TriadicConfig(**{**FIELDS, "layer_types": ["linear_attention"] * 2})
+    model, seen = random_model(config, torch.device("cpu"), torch.float32), []
+    forward = model.forward
+
+    def spy(*args, position_ids=None, **kwargs):
+        if position_ids is not None:
+            seen.append((position_ids[0, 0].item(), int(kwargs[CACHE_NAME].get_seq_length())))
+        return forward(*args, position_ids=position_ids, **kwargs)
+
+    monkeypatch.setattr(model, "forward", spy)
+    rows = decoding_speed(model, 2, [10, 700], 1e12, steps=14)
+    assert [row["context"] for row in rows] == [10, 700]
+    assert seen == [(c + i, c + i) for c, count in [(10, 4), *[(10, 2), (700, 2)] * 5] for i in range(count)]
+    assert rows[0]["states_gb"] == rows[1]["states_gb"]
+    assert rows[0]["keys_values_gb"] == rows[1]["keys_values_gb"] == 0
 
 
 def test_result_file(tmp_path):

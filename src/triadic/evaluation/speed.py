@@ -36,14 +36,16 @@ def random_model(config: TriadicConfig, device: torch.device, dtype: torch.dtype
 
 @torch.no_grad()
 def decoding_speed(
-    model: TriadicForCausalLM, batch: int, context: int, bandwidth: float | None, *, steps: int = 64
-) -> dict[str, Any]:
-    """Greedy decoding of `batch` sequences of `context` tokens each, from a static cache; on a GPU compiled and
-    replayed as CUDA graphs.
+    model: TriadicForCausalLM, batch: int, contexts: list[int], bandwidth: float | None, *, steps: int = 64
+) -> list[dict[str, Any]]:
+    """Greedy decoding of `batch` sequences of so many tokens each, from a static cache; on a GPU compiled and replayed
+    as CUDA graphs. A row for each context.
 
-    The prompt itself is not read: the caches are told that they hold `context` tokens.
+    The prompt itself is not read: the caches are told that they hold `context` tokens. Where all layers are recurrent
+    one cache serves all contexts, whose rounds take turns, so that a GPU that grows warm slows none more than another.
 
     Args:
+        contexts: one alone where a layer keeps keys and values, whose cache is as long as the context.
         bandwidth: bytes per second, see `copy_bandwidth`; None on a CPU, whose caches hold what a small model reads.
 
     Returns:
@@ -52,38 +54,47 @@ def decoding_speed(
         time taken (None without a bandwidth); the bytes of each, and the peak of the allocated memory.
     """
     device = model.device
-    cache = StaticCache(model.config, max_cache_len=context + steps + SEED_TOKENS)
+    cache = StaticCache(model.config, max_cache_len=max(contexts) + steps + SEED_TOKENS)
     ids = torch.randint(model.config.vocab_size, (batch, SEED_TOKENS), device=device)
     model(ids, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
-    for layer in cache.layers:
-        length = layer.num_tokens if isinstance(layer, RecurrentLayer) else layer.cumulative_length
-        length.fill_(context)
-    step = _stepper(model, cache, device)
-    ids, position = ids[:, :1], torch.full((batch, 1), context, device=device)
-    for _ in range(UNTIMED):
-        ids, position = step(ids, position)
+    step, ids = _stepper(model, cache, device), ids[:, :1]
+
+    def decode(context, count):
+        """Seconds of `count` steps after `context` tokens."""
+        for layer in cache.layers:
+            length = layer.num_tokens if isinstance(layer, RecurrentLayer) else layer.cumulative_length
+            length.fill_(context)
+        now = ids, torch.full((batch, 1), context, device=device)
+
+        def run():
+            nonlocal now
+            for _ in range(count):
+                now = step(*now)
+
+        return _seconds(run, device)
+
+    decode(contexts[0], UNTIMED)
     _reset_peak(device)
-
     each = (steps - UNTIMED) // ROUNDS
-
-    def decode():
-        nonlocal ids, position
-        for _ in range(each):
-            ids, position = step(ids, position)
-
-    seconds = statistics.median(_seconds(decode, device) for _ in range(ROUNDS)) / each
-    moved = _bytes_moved(model, cache, batch, context)
-    roofline = None if bandwidth is None else round(sum(moved.values()) / bandwidth / seconds, 3)
-    return {
-        "what": "decode_model", "B": batch, "context": context, "ms_per_step": round(seconds * 1e3, 4),
-        "tokens_per_s": round(batch / seconds, 1), "roofline": roofline,
-        **{f"{name}_gb": round(value / 1e9, 9) for name, value in moved.items()}, "peak_gib": _peak(device),
-    }  # fmt: skip
+    rounds = [[decode(context, each) / each for context in contexts] for _ in range(ROUNDS)]
+    rows = []
+    for context, times in zip(contexts, zip(*rounds, strict=True), strict=True):
+        seconds, moved = statistics.median(times), _bytes_moved(model, cache, batch, context)
+        roofline = None if bandwidth is None else round(sum(moved.values()) / bandwidth / seconds, 3)
+        rows.append({
+            "what": "decode_model", "B": batch, "context": context, "ms_per_step": round(seconds * 1e3, 4),
+            "tokens_per_s": round(batch / seconds, 1), "roofline": roofline,
+            **{f"{name}_gb": round(value / 1e9, 9) for name, value in moved.items()}, "peak_gib": _peak(device),
+        })  # fmt: skip
+    return rows
 
 
 @torch.no_grad()
-def prefill_speed(model: TriadicForCausalLM, batch: int, context: int, *, chunk: int = 16384) -> dict[str, Any]:
-    """Time to read prompts of `context` tokens, `chunk` tokens at a time, until the first logits."""
+def prefill_speed(
+    model: TriadicForCausalLM, batch: int, contexts: list[int], *, chunk: int = 16384
+) -> list[dict[str, Any]]:
+    """Time to read prompts of one context's tokens, `chunk` tokens at a time, until the first logits."""
+    (context,) = contexts
     ids = torch.randint(model.config.vocab_size, (batch, context), device=model.device)
 
     def prefill():
@@ -94,10 +105,10 @@ def prefill_speed(model: TriadicForCausalLM, batch: int, context: int, *, chunk:
     prefill()
     _reset_peak(model.device)
     seconds = _seconds(prefill, model.device)
-    return {
+    return [{
         "what": "prefill_model", "B": batch, "context": context, "chunk": chunk, "ms": round(seconds * 1e3, 3),
         "tokens_per_s": round(batch * context / seconds, 1), "peak_gib": _peak(model.device),
-    }  # fmt: skip
+    }]  # fmt: skip
 
 
 def _stepper(model, cache, device):
@@ -185,15 +196,18 @@ def measure(models, batch, context, prefill, state, dtype, steps, device, comman
     for path, config in configs.items():
         model = random_model(config, device, getattr(torch, dtype))
         facts = {"model": Path(path).stem, "E": config.second_key_dim, "state": state, "dtype": dtype}
-        jobs = [(decoding_speed, b, c, {"bandwidth": bandwidth, "steps": steps}) for b in batch for c in context]
-        jobs += [(prefill_speed, 1, length, {}) for length in prefill]
-        for job, b, c, options in jobs:
+        recurrent = set(config.layer_types) == {"linear_attention"}
+        together = [context] if recurrent else [[c] for c in context]
+        jobs = [(decoding_speed, b, cs, {"bandwidth": bandwidth, "steps": steps}) for b in batch for cs in together]
+        jobs += [(prefill_speed, 1, [length], {}) for length in prefill]
+        for job, b, contexts, options in jobs:
             try:
-                row = job(model, b, c, **options)
+                rows = job(model, b, contexts, **options)
             except torch.OutOfMemoryError as error:
-                row = {"what": job.__name__, "B": b, "context": c, "error": str(error)[:200]}
-            result["rows"].append(facts | row)
-            yield result
+                rows = [{"what": job.__name__, "B": b, "context": c, "error": str(error)[:200]} for c in contexts]
+            for row in rows:
+                result["rows"].append(facts | row)
+                yield result
             torch.compiler.reset()  # graphs hold memory
             if device.type == "cuda":
                 torch.cuda.empty_cache()
