@@ -136,6 +136,21 @@ def test_blocks_are_those_of_the_presets(E, program):
     assert program.config_of("triadic", E, a).to_dict() == TriadicConfig(**preset).to_dict()
 
 
+def test_rows_of_figure_4_are_among_them(program):
+    """What the recipe divides by what, for some choice of options."""
+    expected = json.loads((ROOT / "recipes" / "figure4_efficiency" / "expected.json").read_text())
+    wanted = [spec[side] for spec in expected["rows"].values() for side in ("where", "over")]
+    wanted = [where for where in wanted if where["what"] == "block"]
+    assert len(wanted) == 2 * 26
+    a = types.SimpleNamespace(
+        linear=CONFIGS / "gdn_1.3b.json", transformer=CONFIGS / "transformer_1.3b.json", fused_inputs=False, B=4
+    )
+    for where in wanted:
+        a.compile = where["compiled"]
+        row = program.describe("block", where["impl"], where.get("E", 1), where.get("T", 4096), a) | {"pass": "fwdbwd"}
+        assert row | where == row
+
+
 def test_ratios_are_taken_among_like_rows(program):
     common = {"what": "block", "B": 4, "T": 4096, "pass": "fwdbwd", "compiled": False}
     measured = [("triadic", 1, 10.0), ("triadic", 8, 12.0), ("flashqla", 1, 8.0), ("fla", 1, 9.0)]
