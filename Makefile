@@ -85,7 +85,8 @@ bench: $(INSTALLED) ## op, layer and 1.3B block against a Transformer's and, whe
 	$(NEED_GPU)
 	python kernels/benchmarks/bench.py --shapes 4x8192 4x32768 1x65536 \
 	    --impl triadic fla flashqla sdpa_cudnn sdpa_flash --profile
-	python scripts/benchmark_block.py
+	python scripts/benchmark_block.py --out recipes/figure4_efficiency/results/paper/block.json
+	python recipes/collect.py recipes/figure4_efficiency --scale paper
 
 bench-train: $(INSTALLED) ## training speed on one GPU: tokens/s, MFU, peak memory, 4k and 64k windows (minutes)
 	$(NEED_GPU)
