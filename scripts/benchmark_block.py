@@ -61,6 +61,7 @@ class FlaLayer(nn.Module):
             expand_v=config.linear_value_head_dim / config.linear_key_head_dim,
             conv_size=config.linear_conv_kernel_dim,
             norm_eps=config.rms_norm_eps,
+            output_gate_activation=config.output_gate_activation,
         )
 
     def forward(self, hidden_states, layout, cache=None, position_embeddings=None, attention_mask=None):
