@@ -73,6 +73,23 @@ def test_rows_of_every_kind(run, program, monkeypatch, capsys):
     assert "| block (2, 20) triadic E=2 | 1 (1) | 1 (1) | 1.000 |  | 1.000 |" in capsys.readouterr().out
 
 
+def test_options_reach_the_layers(run, program, monkeypatch):
+    compiled, layers, make = [], [], program.make_module
+
+    def noted(*arguments):
+        module, model = make(*arguments)
+        layers.append(module)
+        return module, model
+
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled.append(self))
+    monkeypatch.setattr(program, "make_module", noted)
+    rows = run("--E", 2, "--impl", "triadic", "--compile", "--fused-inputs", "--passes", "fwdbwd")
+    assert [type(module).__name__ for module in layers] == ["TriadicDecoderLayer", "TriadicLinearAttention"]
+    assert compiled == layers
+    assert all(getattr(module, "mixer", module).config.linear_fused_inputs for module in layers)
+    assert all(row["compiled"] and row["fused_inputs"] and row["pass"] == "fwdbwd" for row in rows)
+
+
 @pytest.fixture
 def demo():
     return types.SimpleNamespace(linear=CONFIGS / "demo.json", fused_inputs=False, compile=False, B=1)
