@@ -81,10 +81,12 @@ test-gpu: $(INSTALLED) ## the tests that need a CUDA device
 	$(NEED_GPU)
 	pytest -m gpu
 
-bench: $(INSTALLED) ## the op against softmax attention and, where installed, fla and FlashQLA, on a CUDA device
+bench: $(INSTALLED) ## op, layer and 1.3B block against a Transformer's and, where installed, fla's and FlashQLA's, on one GPU
 	$(NEED_GPU)
 	python kernels/benchmarks/bench.py --shapes 4x8192 4x32768 1x65536 \
 	    --impl triadic fla flashqla sdpa_cudnn sdpa_flash --profile
+	python scripts/benchmark_block.py --out recipes/figure4_efficiency/results/paper/block.json
+	python recipes/collect.py recipes/figure4_efficiency --scale paper
 
 bench-train: $(INSTALLED) ## training speed on one GPU: tokens/s, MFU, peak memory, 4k and 64k windows (minutes)
 	$(NEED_GPU)

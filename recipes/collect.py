@@ -241,7 +241,8 @@ def draw_curves(axis, panel: dict, found: list[Row]) -> None:
     lines: dict[str, dict[float, list[float]]] = {}
     for row in found:
         if matches(row, panel["where"]) and row.get(panel["y"]) is not None:
-            label = ", ".join(f"{key} {row.get(key)}" if len(str(key)) == 1 else str(row.get(key)) for key in keys)
+            named = [(key, row[key]) for key in keys if row.get(key) is not None]
+            label = ", ".join(f"{key} {value}" if len(str(key)) == 1 else str(value) for key, value in named)
             lines.setdefault(label, {}).setdefault(row[panel["x"]], []).append(row[panel["y"]])
     for label, points in lines.items():
         xs = sorted(points)

@@ -84,8 +84,8 @@ def forward_backward(f, x, backend):
 PASSES = {"fwd": forward, "fwdbwd": forward_backward}
 
 
-def median_ms(call, repeats):
-    """Median over repeats of the time of one call, L2 flushed before each, the host well ahead."""
+def median_ms(call, repeats, lead=2_000_000):
+    """Median over repeats of the time of one call, L2 flushed before each, the host `lead` clock cycles ahead."""
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     for _ in range(2):
         call()
@@ -93,7 +93,7 @@ def median_ms(call, repeats):
     torch.cuda.synchronize()
     for start, end in events:
         flush.zero_()
-        torch.cuda._sleep(2_000_000)  # about 1 ms: the host runs ahead
+        torch.cuda._sleep(lead)  # by default about 1 ms
         start.record()
         call()
         end.record()
@@ -157,10 +157,16 @@ def need_gpu():
         sys.exit("error: this benchmark times kernels on a CUDA device, and torch sees none here; run it on a GPU")
 
 
-def header(commit):
+def default_path(what, result):
+    """The result file beside this program, named after its contents, GPU and date."""
+    gpu = result["gpu"].replace("NVIDIA ", "").replace(" ", "-").lower()
+    return Path(__file__).parent / "results" / f"{what}_{gpu}_{result['date']}.json"
+
+
+def header(commit, packages=PACKAGES):
     """What the result file says about where its numbers come from."""
     versions = {"python": sys.version.split()[0], "cuda": torch.version.cuda}
-    for name in PACKAGES:
+    for name in packages:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -193,8 +199,7 @@ def main():
     a = parser.parse_args()
     need_gpu()
     result = header(a.commit) | dict(rows=[])
-    gpu = result["gpu"].replace("NVIDIA ", "").replace(" ", "-").lower()
-    path = Path(a.out or Path(__file__).parent / "results" / f"op_{gpu}_{result['date']}.json")
+    path = Path(a.out or default_path("op", result))
     path.parent.mkdir(exist_ok=True)
     for shape in a.shapes:
         B, T = map(int, shape.split("x"))

@@ -1,25 +1,34 @@
-"""The GPU back ends against the token recurrence in float64: output, final state, every gradient, twice."""
+"""The GPU back ends against the token recurrence in float64: output, final state, every gradient, twice; and that they
+compile for no new length.
+"""
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from triadic_kernels import chunk_triadic
 
 pytestmark = pytest.mark.gpu
 PROGRAM = Path(__file__).with_name("triton_cases.py")
 
 
 @pytest.fixture
-def measured(judge):
-    """measured(argument, ...): runs triton_cases.py on the GPU and judges its rows."""
+def measured(judge, tmp_path):
+    """measured(argument, ...): runs triton_cases.py on the GPU, in so many processes, and judges its rows."""
 
-    def run(*arguments):
-        command = [sys.executable, PROGRAM, "--device", "cuda", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-        judge([json.loads(line) for line in done.stdout.splitlines()])
+    def run(*arguments, processes=1):
+        command, started = [sys.executable, PROGRAM, "--device", "cuda", *arguments], []
+        for i in range(processes):
+            with (tmp_path / f"{i}.jsonl").open("w") as out, (tmp_path / f"{i}.err").open("w") as err:
+                started.append(subprocess.Popen([*command, "--shard", f"{i}/{processes}"], stdout=out, stderr=err))
+        codes = [process.wait() for process in started]
+        assert not any(codes), [(tmp_path / f"{i}.err").read_text()[-3000:] for i, code in enumerate(codes) if code]
+        lines = [line for i in range(processes) for line in (tmp_path / f"{i}.jsonl").read_text().splitlines()]
+        judge([json.loads(line) for line in lines])
 
     return run
 
@@ -32,3 +41,44 @@ def test_triton(cases, dtype, measured):
 
 def test_gluon_hopper(measured):
     measured("large", "--backend", "gluon_hopper", "--dtypes", "bfloat16", "--only-supported")
+
+
+@pytest.mark.timeout(3600)  # seconds, most of them for compilation
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("gluon_hopper", "bfloat16"), ("triton", "bfloat16"), ("triton", "float32")]
+)
+def test_pairwise(backend, dtype, measured):
+    measured("pairwise", "--backend", backend, "--dtypes", dtype, "--only-supported", processes=8)
+
+
+def forward_and_backward(backend, T, bounds=None):
+    """One call with gradients, all T tokens in one document or in those between the bounds."""
+    B, H, E, D = 1 if bounds else 2, 2, 8, 128
+
+    def normal(*shape, dtype=torch.bfloat16):
+        return torch.randn(B, T, H, *shape, device="cuda", dtype=dtype)
+
+    x = dict(q=normal(D), k=normal(D), v=normal(D))
+    x |= dict(q2=normal(E, dtype=torch.float32), k2=normal(E, dtype=torch.float32))
+    x |= dict(g=-normal(E, dtype=torch.float32).abs(), beta=normal(dtype=torch.float32).sigmoid())
+    x = {name: (t / t.norm(dim=-1, keepdim=True) if name[0] in "qk" else t).requires_grad_() for name, t in x.items()}
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device="cuda")
+    o, _ = chunk_triadic(**x, cu_seqlens=cu_seqlens, backend=backend)
+    gradients = torch.autograd.grad(o, list(x.values()), torch.ones_like(o))
+    assert all(t.isfinite().all() for t in (o, *gradients))
+
+
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_no_compilation_and_no_tuning_for_50_other_lengths(backend, monkeypatch):
+    import triton
+
+    def refuse(self, *arguments, **options):
+        raise AssertionError(f"{self.fn.__name__} goes through the compiler again")
+
+    forward_and_backward(backend, 100)
+    forward_and_backward(backend, 100, [0, 30, 100])
+    monkeypatch.setattr(triton.JITFunction, "run", refuse)
+    lengths = random.Random(0)
+    for T in [1, 64, *lengths.sample(range(2, 6000), 48)]:
+        forward_and_backward(backend, T)
+        forward_and_backward(backend, T, [0, *sorted(lengths.choices(range(T + 1), k=lengths.randrange(4))), T])

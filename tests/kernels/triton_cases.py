@@ -1,17 +1,21 @@
-"""Runs a back end on a list of problems and prints every error against the token recurrence in float64.
+"""Runs a back end on a list of problems and prints every error against the token recurrence in float64 (above 1,000
+tokens: the chunkwise form in float64, which other tests hold to the recurrence within 1e-10).
 
 A program of its own: Triton's interpreter must be switched on before its kernels are imported.
     TRITON_INTERPRET=1 python tests/kernels/triton_cases.py small
     python tests/kernels/triton_cases.py slow --device cuda --dtypes bfloat16,float32 --backend triton
+    python tests/kernels/triton_cases.py pairwise --device cuda --dtypes bfloat16 --shard 0/8    # one process of eight
 """
 
 import argparse
 import itertools
 import json
+import sys
 import time
+from pathlib import Path
 
 import torch
-from triadic_kernels import dispatch
+from triadic_kernels import chunk_triadic, dispatch
 
 NAMES = ("o", "ht", "dq", "dk", "dv", "dq2", "dk2", "dg", "dbeta", "dh0")
 DEFAULT = dict(
@@ -84,7 +88,11 @@ HOPPER_SLOW = [
     dict(T=70, E=8, delta=False, q2=True, beta=False, gate=None, decay="none", **D),
     dict(T=1, E=8, h0=False, dht=False, shifted=True, **D),
 ]
-LISTS = {"small": SMALL, "slow": SLOW, "large": LARGE, "hopper": HOPPER, "hopper_slow": HOPPER_SLOW}
+PAIRWISE = json.loads(Path(__file__).with_name("pairwise.json").read_text())  # made by pairwise.py, for a GPU
+LISTS = {
+    "small": SMALL, "slow": SLOW, "large": LARGE, "hopper": HOPPER, "hopper_slow": HOPPER_SLOW, "pairwise": PAIRWISE,
+}  # fmt: skip
+STEPS = 1000  # tokens up to which the reference is the token recurrence
 
 
 def make(c, dtype, device, seed=0):
@@ -146,6 +154,15 @@ def recurrence(x, scale, delta):
     return torch.stack(out, 1) if out else x["v"], S
 
 
+def chunked(c, leaves, cu, scale):
+    """(o, ht) of the chunkwise form in plain torch, in the dtype of the leaves."""
+    options = {name: leaves.get(name) for name in ("q2", "k2", "g", "beta")}
+    return chunk_triadic(
+        leaves["q"], leaves["k"], leaves["v"], **options, delta_rule=c["delta"], scale=scale, cu_seqlens=cu,
+        initial_state=leaves.get("h0"), output_final_state=True, backend="torch",
+    )  # fmt: skip
+
+
 def outputs(c, leaves, cu, scale):
     """(o, ht) of the recurrence; what is absent spelt out, heads repeated, documents one by one."""
     B, T, HV, E = *leaves["v"].shape[:3], c["E"]
@@ -173,7 +190,7 @@ def outputs(c, leaves, cu, scale):
 def expected(c, x, cu, scale):
     """Outputs and gradients by autograd in float64."""
     leaves = {name: t.double().requires_grad_() for name, t in x.items() if t is not None and name not in ("do", "dht")}
-    o, ht = outputs(c, leaves, cu, scale)
+    o, ht = (chunked if leaves["q"].shape[1] > STEPS else outputs)(c, leaves, cu, scale)
     loss = (o * x["do"].double()).sum()
     if x["dht"] is not None:
         loss = loss + (ht * x["dht"].double()).sum()
@@ -252,6 +269,14 @@ def check(c, dtype, device, backend, only_supported=False):
     return row | dict(repeatable=not row["differ"])
 
 
+def sharded(jobs: list, shard: str) -> list:
+    """Part i of n of the jobs for "i/n", i from 0: every n-th, so that large ones spread."""
+    i, n = map(int, shard.split("/"))
+    if not 0 <= i < n:
+        raise ValueError(f"--shard {shard} is no part: give i/n with 0 <= i < n, such as 0/8")
+    return jobs[i::n]
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", nargs="+", choices=list(LISTS))
@@ -259,14 +284,21 @@ def main():
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtypes", default="float32")
     parser.add_argument("--only-supported", action="store_true", help="leave out what the back end refuses")
+    parser.add_argument("--shard", default="0/1", help="i/n: part i (from 0) of n, for processes side by side")
     a = parser.parse_args()
-    for dtype in a.dtypes.split(","):
-        for c in [c for name in a.cases for c in LISTS[name]]:
-            start = time.time()
-            row = check(c, getattr(torch, dtype), a.device, a.backend, a.only_supported)
-            if row is None:
-                continue
-            print(json.dumps(row | {"seconds": round(time.time() - start, 1)}), flush=True)
+    jobs = [(dtype, c) for dtype in a.dtypes.split(",") for name in a.cases for c in LISTS[name]]
+    worst, count, odd = {}, 0, 0
+    for dtype, c in sharded(jobs, a.shard):
+        start = time.time()
+        row = check(c, getattr(torch, dtype), a.device, a.backend, a.only_supported)
+        if a.device != "cpu":
+            torch.cuda.empty_cache()  # for the processes beside this one
+        if row is None:
+            continue
+        print(json.dumps(row | {"seconds": round(time.time() - start, 1)}), flush=True)
+        worst[dtype], count = max(worst.get(dtype, 0.0), row["worst"]), count + 1
+        odd += not all(row[name] for name in ("absent", "repeatable", "inference", "isolated"))
+    print(f"{count} problems, largest errors {worst}, {odd} with another fault", file=sys.stderr)
 
 
 if __name__ == "__main__":

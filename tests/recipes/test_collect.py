@@ -100,6 +100,19 @@ def test_points_are_joined_from_the_origin_of_their_series(program):
     plt.close(figure)
 
 
+def test_curves_are_labelled_by_what_their_rows_have(program):
+    import matplotlib.pyplot as plt
+
+    rows = [{"what": "block", "impl": impl, "E": E, "T": T, "ms": T + (E or 0)}
+            for impl, E in (("triadic", 8), ("sdpa_flash", None)) for T in (2, 1)]  # fmt: skip
+    panel = {"where": {"what": "block"}, "x": "T", "y": "ms", "series": ["impl", "E"], "xlabel": "", "ylabel": ""}
+    figure, axis = plt.subplots()
+    program.draw_curves(axis, panel, [*rows, rows[0] | {"what": "op"}, rows[0] | {"ms": None}])
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axis.get_lines()}
+    assert lines == {"triadic, E 8": [[1, 9], [2, 10]], "sdpa_flash": [[1, 1], [2, 2]]}
+    plt.close(figure)
+
+
 def test_what_is_missing_is_said(program, recipe, tmp_path):
     evaluation(tmp_path / "runs" / "gdn", [2.0, 1.0])
     text = program.collect(recipe, "small", tmp_path / "runs")
