@@ -56,6 +56,18 @@ def answers(results, task):
     return results["results"][task], [sample["filtered_resps"] for sample in results["samples"][task]]
 
 
+def test_fewer_documents_than_processes_are_the_first_ones(llama, task_folder, monkeypatch):
+    """lm-eval ends where a process has no document."""
+    alone = TriadicLM(str(llama))
+    want = answers(run_task(alone, "choose", static(task_folder), 2), "choose")
+    for rank in (0, 1, 2):
+        monkeypatch.setattr(alone, "_rank", rank)
+        monkeypatch.setattr(alone, "_world_size", 3)
+        found = run_task(alone, "choose", static(task_folder), 2)
+        assert alone.world_size == 3
+        assert found is None if rank else answers(found, "choose") == want
+
+
 @pytest.mark.parametrize("task", ["choose", "write"])
 def test_scores_equal_lm_evals_own_wrapper(hf_folder, task_folder, task):
     ours = run_task(TriadicLM(str(hf_folder), batch_size=4), task, static(task_folder))

@@ -1,12 +1,14 @@
 """Perplexity by position against loops written out by hand."""
 
 import itertools
+import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from triadic.data import open_store
 from triadic.evaluation import loading, perplexity, scoring
@@ -184,6 +186,27 @@ def test_baseline_is_measured_on_the_same_windows(llama, silent, data, tmp_path)
     assert [row for row in rows if "model" not in row and row["metric"] == "perplexity"]
 
 
+def test_a_baseline_that_cannot_be_compared_is_refused_before_anything_is_measured(llama, tokenizer, data, tmp_path):
+    def check(baseline):
+        config = suite(data, baseline=str(baseline), unigram=False)
+        context = Context(loading.load_checkpoint(str(llama)), config, Journal(tmp_path / "out", {}))
+        return perplexity.check(context, config.perplexity)
+
+    small = GPT2LMHeadModel(
+        GPT2Config(vocab_size=512, n_positions=64, n_embd=16, n_layer=1, n_head=1, bos_token_id=1, eos_token_id=2)
+    )
+    small.save_pretrained(tmp_path / "short")
+    tokenizer.save_pretrained(tmp_path / "short")
+    with pytest.raises(ValueError, match=r"window is 96 tokens, but .*short takes at most 64"):
+        check(tmp_path / "short")
+    shutil.copytree(llama, tmp_path / "other")
+    words = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
+    words["added_tokens"].append(words["added_tokens"][0] | {"id": 511, "content": "<new>"})
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(words))
+    with pytest.raises(ValueError, match="other has another tokenizer, so perplexities do not compare"):
+        check(tmp_path / "other")
+
+
 def test_a_killed_measurement_goes_on(llama, data, tmp_path, monkeypatch):
     config = suite(data, windows_per_step=4)
     whole = measure(llama, config, tmp_path / "whole")
@@ -236,9 +259,6 @@ def test_window_beyond_the_model_is_refused(llama, data, tmp_path):
 
 
 def test_store_of_another_tokenizer_is_refused(llama, data, tmp_path):
-    import json
-    import shutil
-
     shutil.copytree(data, tmp_path / "data")
     meta = tmp_path / "data" / "validation" / "store.json"
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"tokenizer_hash": "0" * 64}))
@@ -268,3 +288,11 @@ def test_models_that_change_their_logits_are_refused(llama):
     model.forward = capped
     with pytest.raises(ValueError, match="changes its logits"):
         scoring.check_head(model)
+
+
+def test_a_cap_in_the_config_is_enough():
+    """While logits are small a cap hardly moves them, but it will."""
+    sizes = dict(vocab_size=512, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
+    config = Gemma2Config(**sizes, num_key_value_heads=1, head_dim=16, final_logit_softcapping=30.0)
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM changes its logits"):
+        scoring.check_head(Gemma2ForCausalLM(config).eval())

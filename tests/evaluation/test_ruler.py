@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 from lm_eval.api.model import LM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from triadic.evaluation import haystack, ruler
 from triadic.evaluation.config import ModelConfig, RulerConfig, SuiteConfig
@@ -237,6 +238,17 @@ def test_lengths_beyond_the_model_and_unknown_tasks_are_refused(llama, tmp_path)
         ruler.check(here, here.suite.ruler)
     here = context(llama, {"lengths": [1024], "tasks": ["niah_single_9"]}, tmp_path)
     with pytest.raises(ValueError, match="unknown ruler tasks niah_single_9"):
+        ruler.check(here, here.suite.ruler)
+
+
+def test_learned_positions_leave_no_room_for_the_answer(tokenizer, tmp_path):
+    config = GPT2Config(
+        vocab_size=512, n_positions=1024, n_embd=16, n_layer=1, n_head=1, bos_token_id=1, eos_token_id=2
+    )
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt")
+    tokenizer.save_pretrained(tmp_path / "gpt")
+    here = context(tmp_path / "gpt", {"lengths": [512, 1024]}, tmp_path)
+    with pytest.raises(ValueError, match=r"ruler.lengths has \[1024\], .* learned 1024 positions; .* at most 768"):
         ruler.check(here, here.suite.ruler)
 
 

@@ -216,4 +216,13 @@ def run_task(
     chosen.set_fewshot_seed(seed=1234)
     wanted = range(samples) if isinstance(samples, int) else samples
     picked = None if wanted is None else {name: [i for i in wanted if i < len(chosen.eval_docs)]}
-    return evaluate(lm, loaded, samples=picked, log_samples=True, bootstrap_iters=0)
+    everyone, documents = lm.world_size, len(chosen.eval_docs if picked is None else picked[name])
+    if documents >= everyone:
+        return evaluate(lm, loaded, samples=picked, log_samples=True, bootstrap_iters=0)
+    if lm.rank > 0:  # lm-eval wants a document for each process: these few are the first one's
+        return None
+    lm._world_size = 1
+    try:
+        return evaluate(lm, loaded, samples=picked, log_samples=True, bootstrap_iters=0)
+    finally:
+        lm._world_size = everyone

@@ -104,6 +104,14 @@ def load_checkpoint(name: str, config: ModelConfig | None = None) -> Checkpoint:
     )
 
 
+def facts_without_weights(name: str, config: ModelConfig) -> tuple[str, int | None]:
+    """The tokenizer's hash and the longest input of a checkpoint, as `load_checkpoint` would give them."""
+    folder, options = find_checkpoint(name), {"trust_remote_code": config.trust_remote_code}
+    tokenizer = load_tokenizer(config.tokenizer or folder, **options)
+    limit = config.max_length or position_limit(AutoConfig.from_pretrained(folder, **options))
+    return tokenizer_hash(tokenizer), limit
+
+
 def run_facts(folder: Path) -> dict[str, Any]:
     """What the run around a checkpoint's HF folder says of it: data stores, tokens trained on, seed; or {}."""
     step = folder.parent.name.removeprefix("step-")

@@ -26,7 +26,13 @@ from triadic.data import TokenStore
 from triadic.evaluation.config import ModelConfig, PerplexityConfig
 from triadic.evaluation.documents import Documents, Window, full_windows, open_documents, own_store
 from triadic.evaluation.journal import gather, rank, world_size
-from triadic.evaluation.loading import Checkpoint, find_checkpoint, load_checkpoint, weights_hash
+from triadic.evaluation.loading import (
+    Checkpoint,
+    facts_without_weights,
+    find_checkpoint,
+    load_checkpoint,
+    weights_hash,
+)
 from triadic.evaluation.scoring import token_losses
 
 if TYPE_CHECKING:
@@ -35,12 +41,16 @@ if TYPE_CHECKING:
 
 def check(context: "Context", config: PerplexityConfig) -> dict[str, str]:
     """Raise ValueError unless the model takes the window, and the texts are there and have a full window."""
-    _check_length(context.checkpoint, config.window)
+    _check_length(context.checkpoint.name, context.checkpoint.max_length, config.window)
     documents, _ = _windows(context, config)
     found = {"validation": documents.fingerprint}
     if config.unigram:
         found["train"] = own_store(context.data("train"), context.checkpoint.tokenizer).fingerprint
     if config.baseline is not None:
+        tokenizer, limit = facts_without_weights(config.baseline, _baseline_options(context))
+        _check_length(config.baseline, limit, config.window)
+        if tokenizer != context.checkpoint.tokenizer_hash:
+            raise ValueError(f"the baseline {config.baseline} has another tokenizer, so perplexities do not compare")
         found["baseline"] = weights_hash(find_checkpoint(config.baseline))
     return found
 
@@ -59,10 +69,10 @@ def measure(context: "Context", config: PerplexityConfig) -> list[dict[str, Any]
     return rows
 
 
-def _check_length(checkpoint: Checkpoint, window: int) -> None:
-    if checkpoint.max_length is not None and window > checkpoint.max_length:
+def _check_length(name: str, limit: int | None, window: int) -> None:
+    if limit is not None and window > limit:
         raise ValueError(
-            f"perplexity.window is {window} tokens, but {checkpoint.name} takes at most {checkpoint.max_length}; "
+            f"perplexity.window is {window} tokens, but {name} takes at most {limit}; "
             "lower it, or raise model.max_length if the model can extrapolate"
         )
 
@@ -187,17 +197,16 @@ def _rows(found: dict[str, np.ndarray], windows: list[Window], config: Perplexit
     return rows
 
 
+def _baseline_options(context: "Context") -> ModelConfig:
+    """The evaluated model's, but for its batch and its tokenizer."""
+    names = ("dtype", "device", "trust_remote_code", "max_length")
+    return ModelConfig(**{name: getattr(context.suite.model, name) for name in names})
+
+
 def _baseline_rows(
     context: "Context", documents: Documents, windows: list[Window], config: PerplexityConfig
 ) -> list[dict[str, Any]]:
     """The same rows for the baseline model, marked with its name."""
-    options = context.suite.model
-    baseline = load_checkpoint(
-        config.baseline,
-        ModelConfig(dtype=options.dtype, device=options.device, trust_remote_code=options.trust_remote_code),
-    )
-    _check_length(baseline, config.window)
-    if baseline.tokenizer_hash != context.checkpoint.tokenizer_hash:
-        raise ValueError(f"the baseline {config.baseline} has another tokenizer, so perplexities do not compare")
+    baseline = load_checkpoint(config.baseline, _baseline_options(context))
     found = _measured(context, "baseline", baseline, documents, windows, config, None)
     return [row | {"model": baseline.name} for row in _rows(found, windows, config)]

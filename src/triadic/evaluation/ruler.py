@@ -17,12 +17,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lm_eval.api.model import LM
+from transformers import PreTrainedModel
 
 from triadic.evaluation.config import RulerConfig
 from triadic.evaluation.harness import TriadicLM, run_task
 from triadic.evaluation.haystack import ESSAY_TASKS, NEW_TOKENS, TASKS, Haystack, frozen, open_haystack, stock_tasks
 from triadic.evaluation.journal import share
+from triadic.evaluation.loading import position_limit
 
 if TYPE_CHECKING:
     from triadic.evaluation.suite import Context
@@ -41,6 +44,13 @@ def check(context: "Context", config: RulerConfig) -> dict[str, str]:
         raise ValueError(
             f"ruler.lengths has {too_long}, but {context.checkpoint.name} takes at most {limit} tokens; "
             "leave them out, or raise model.max_length if the model can extrapolate"
+        )
+    last = learned_positions(context.checkpoint.model)
+    too_long = [length for length in config.lengths if last is not None and length + ALLOWANCE > last]
+    if too_long:
+        raise ValueError(
+            f"ruler.lengths has {too_long}, whose prompts and answers can take {ALLOWANCE} tokens more, but "
+            f"{context.checkpoint.name} has learned {last} positions; take lengths of at most {last - ALLOWANCE}"
         )
     haystack = _haystack(config)
     return {} if haystack is None else {haystack.name: haystack.sha256}  # the samples' hashes are in the rows
@@ -116,6 +126,14 @@ def _haystack(config: RulerConfig) -> Haystack | None:
     if not set(config.tasks) & set(ESSAY_TASKS):
         return None
     return open_haystack(config.essays, config.haystack)
+
+
+def learned_positions(model: PreTrainedModel) -> int | None:
+    """How many positions a model has an embedding for (GPT-2 and its like); None if it computes them."""
+    words = model.get_input_embeddings()
+    tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not words]
+    limit = position_limit(model.config)
+    return limit if any(limit is not None and limit <= m.num_embeddings <= limit + 2 for m in tables) else None
 
 
 @contextlib.contextmanager

@@ -49,8 +49,11 @@ def score_hidden(model: PreTrainedModel, hidden: Tensor, targets: Tensor) -> tup
 def check_head(model: PreTrainedModel) -> None:
     """Raise ValueError unless the model's logits are finite, its output projection of its body's output, and no more.
 
-    Some families cap or scale their logits afterwards; scoring those in pieces would be wrong without a word.
+    Some families cap or scale their logits afterwards; scoring those in pieces would be wrong without a word. Those
+    whose config says so are refused even where the logits are too small yet for a difference to show.
     """
+    text = model.config.get_text_config(decoder=True)
+    changed = getattr(text, "final_logit_softcapping", None) is not None
     ids = torch.arange(8, device=model.device)[None] % model.get_output_embeddings().weight.shape[0]
     pieces = model.get_output_embeddings()(hidden_states(model, ids)).float()
     whole = model(input_ids=ids, use_cache=False).logits.float()
@@ -58,7 +61,7 @@ def check_head(model: PreTrainedModel) -> None:
         raise ValueError(
             f"{type(model).__name__} gives logits that are not finite; its weights are damaged or diverged"
         )
-    if not torch.allclose(pieces, whole, rtol=1e-2, atol=1e-2 * whole.abs().max().item()):
+    if changed or not torch.allclose(pieces, whole, rtol=1e-2, atol=1e-2 * whole.abs().max().item()):
         raise ValueError(
             f"{type(model).__name__} changes its logits after the output projection (capping or scaling), "
             "which this evaluation does not support"
