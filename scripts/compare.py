@@ -1,4 +1,4 @@
-"""Evaluations side by side: python scripts/compare.py FOLDER ... --output DIR [--paper "gdn" "triadic gdn E=4"]"""
+"""Evaluations side by side: python scripts/compare.py FOLDER ... --output DIR [--paper table1/gdn "triadic gdn E=4"]"""
 
 import argparse
 

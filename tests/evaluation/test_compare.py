@@ -9,10 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from triadic.evaluation import compare, figures
+from triadic import settings
+from triadic.evaluation import compare, figures, paper
+from triadic.evaluation.config import SuiteConfig
+from triadic.evaluation.report import write_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = [1024, 2048, 4096, 8192, 16_384, 32_768, 65_536]
+
+
+def suite(*changes: str) -> dict:
+    """What a results.json says of the shipped suite, whose settings are the paper's."""
+    return settings.to_dict(settings.load(SuiteConfig, ROOT / "configs" / "eval" / "all.yaml", changes))
 
 
 def results(name="ours", weights="abc", **changes) -> dict:
@@ -29,13 +37,15 @@ def results(name="ours", weights="abc", **changes) -> dict:
     ]
     state = {"4096": 6.25, "65536": 6.25}
     checkpoint = {"name": name, "parameters": 380_900_000, "state_mb": state, "weights_sha256": weights}
-    found = {"checkpoint": checkpoint, "rows": [row | {"model": name} | changes.get(row["metric"], {}) for row in rows]}
+    found = {"checkpoint": checkpoint, "suite": suite()}
+    found["rows"] = [row | {"model": name} | changes.get(row["metric"], {}) for row in rows]
     found["rows"].append({"metric": "token_perplexity", "value": 99.0, "model": "a baseline"})
     return found
 
 
 def test_columns_are_the_papers():
-    found = compare.columns(results())
+    found, otherwise = compare.columns(results())
+    assert otherwise == []
     assert found == {
         "params_m": 380.9,
         "state_mb": 6.25,
@@ -52,23 +62,76 @@ def test_columns_are_the_papers():
     }
 
 
-@pytest.mark.parametrize(
-    ("changes", "gone"),
-    [
-        ({"niah_mean": {"lengths": LENGTHS[:-1]}}, {"niah_avg"}),
-        ({"niah_mean": {"metric": "niah_mean_local"}}, {"niah_avg"}),
-        ({"zeroshot_mean": {"tasks": ["piqa"]}}, {"zero_shot"}),
-    ],
-)
-def test_figures_measured_otherwise_are_not_the_papers(changes, gone):
-    found = compare.columns(results(**changes))
-    assert compare.columns(results()).keys() - found.keys() == gone
-    assert ("niah_avg_local" in found) == ("niah_mean_local" in str(changes))
+PG19 = {"pg19_le4k", "pg19_4k_16k", "pg19_16k_64k", "pg19_4k_64k"}
+OTHERWISE = {  # setting -> the columns that it takes out of the table, what is said of them
+    "recall.context_length=1000": ({"recall"}, "recall.context_length is 1000, not 2000"),
+    "recall.samples=50": ({"recall"}, "recall.samples is 50, not all"),
+    "recall.folder=mine": ({"recall"}, "recall.folder is mine, not the hub's data"),
+    "zeroshot.folder=mine": ({"zero_shot"}, "zeroshot.folder is mine, not the hub's data"),
+    "zeroshot.samples=50": ({"zero_shot"}, "zeroshot.samples is 50, not all"),
+    "zeroshot.metrics.piqa=acc_norm": ({"zero_shot"}, "zeroshot.metrics is lambada_openai: acc, "),
+    "wikitext.path=mine.jsonl": ({"wikitext_ppl"}, "wikitext.path is mine.jsonl, not the hub's data"),
+    "ruler.lengths=[1024,2048]": ({"niah_avg"}, "ruler.lengths is 1024, 2048, not 1024, 2048, 4096, "),
+    "ruler.samples=1": ({"niah_avg"}, "ruler.samples is 1, not 500"),
+    "ruler.essays=mine.jsonl": ({"niah_avg"}, "ruler.essays is mine.jsonl, not the hub's data"),
+    "data.validation=data/my/validation": (PG19, "the text is data/my/validation, not PG19"),
+    "data.validation=null": (PG19, "the text is the run's own validation text, not PG19"),
+    "perplexity.max_windows=8": (PG19, "perplexity.max_windows is 8, not all"),
+}
+
+
+@pytest.mark.parametrize("change", OTHERWISE)
+def test_figures_measured_otherwise_stand_apart(change, tmp_path):
+    other = results() | {"suite": suite(change)}
+    found, otherwise = compare.columns(other)
+    every, _ = compare.columns(results())
+    gone, said = OTHERWISE[change]
+    assert every.keys() - found.keys() == gone
+    assert {row["column"]: row["value"] for row in otherwise} == {column: every[column] for column in gone}
+    assert all(row["differs"].startswith(said) for row in otherwise)
+    table, apart = compare.compare([write(tmp_path / "1", other)], tmp_path / "out").split("## Not measured as")
+    assert not any(compare.COLUMNS[column][0] in table for column in gone)
+    assert apart.count(f"({said}") == apart.count("- ours: ") == len(gone)
+
+
+def test_a_local_text_is_called_so(tmp_path):
+    """In headings and titles that would be read as a known text's."""
+    rows = [{"metric": "token_perplexity", "value": 9.0, "tokens_scored": 5, "part": "wikitext"}]
+    facts = {"name": "m", "parameters": 1, "dtype": "float32", "weights_sha256": "a", "tokenizer_hash": "b"}
+    found = {"checkpoint": facts, "commit": "c", "date": "d", "checks": [], "rows": rows}
+    titles = []
+    for changes in ([], ["wikitext.path=a/mine.jsonl", "data.validation=data/my", "name=pg19"]):
+        write(folder := tmp_path / str(len(changes)), found | {"suite": suite(*changes)})
+        titles += [line for line in write_markdown(folder).splitlines() if line.startswith("#")]
+    assert titles == ["# all: m", "## WikiText-2", "# pg19 (local: my): m", "## WikiText-2 (local: mine.jsonl)"]
+
+
+def test_a_row_of_several_tables_is_asked_for_by_table():
+    with pytest.raises(ValueError, match="have a row 'gdn'; give table1/gdn or table3/gdn"):
+        paper.rows(["gdn"])
+    shorts = paper.rows(["table1/gdn", "table3/gdn", "table3_hybrid/gdn", "sgla", "table3/hybrid 3:1 gdn/gqa-8"])
+    tables = json.loads(paper.TABLES.read_text())
+    hybrid = tables["table3_hybrid"]
+    wanted = [tables["table1_state_matched"]["gdn"], hybrid["gdn"], hybrid["gdn"]]
+    wanted += [tables["table1_state_matched"]["sgla"], hybrid["hybrid 3:1 gdn/gqa-8"]]
+    assert list(shorts.values()) == wanted
+
+
+def test_one_checkpoint_under_two_paths_is_one_model(tmp_path, monkeypatch):
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    names = ["runs/demo", str(tmp_path / "runs" / "demo"), "runs/demo/", "org/model"]
+    folders = [write(tmp_path / str(i), results(name)) for i, name in enumerate(names)]
+    compare.compare(folders, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert list(written["models"]) == ["runs/demo", "org/model"]
+    with pytest.raises(ValueError, match="two results of runs/demo have different weights"):
+        compare.compare([folders[0], write(tmp_path / "9", results(names[1], weights="b"))], tmp_path / "out")
 
 
 def test_the_papers_rows_are_those_of_its_recipes():
     """Each number of recipes/*/expected.json stands in the shipped tables, under the same row."""
-    tables = json.loads(compare.PAPER.read_text())
+    tables = json.loads(paper.TABLES.read_text())
     names = {
         "figure2_table1_state_matched": "table1_state_matched",
         "table2_upcycling": "table2_upcycling",
@@ -96,7 +159,7 @@ def test_the_table_stands_beside_the_papers(tmp_path, monkeypatch, capsys):
     split = one["rows"][:3], one["rows"][3:]
     folders = [write(tmp_path / str(i), one | {"rows": rows}) for i, rows in enumerate(split)]
     folders.append(write(tmp_path / "other", results("theirs", recall_mean={"value": 0.5})))
-    script = ["compare.py", *folders, "--output", str(tmp_path / "out"), "--paper", "gdn", "triadic gdn E=4"]
+    script = ["compare.py", *folders, "--output", str(tmp_path / "out"), "--paper", "table1/gdn", "triadic gdn E=4"]
     monkeypatch.setattr(sys, "argv", script)
     runpy.run_path(str(ROOT / "scripts" / "compare.py"), run_name="__main__")
     lines = (tmp_path / "out" / "comparison.md").read_text().splitlines()
@@ -107,10 +170,10 @@ def test_the_table_stands_beside_the_papers(tmp_path, monkeypatch, capsys):
     assert cells["ours"][heading.index("recall mean, %")] == "25.0"
     assert cells["theirs"][heading.index("recall mean, %")] == "50.0"
     assert cells["ours"][heading.index("PG19 16k-64k")] == "7.39"
-    assert cells["paper: gdn"][heading.index("PG19 16k-64k")] == "14.15"
+    assert cells["paper: table1/gdn"][heading.index("PG19 16k-64k")] == "14.15"
     assert cells["paper: triadic gdn E=4"][heading.index("recall mean, %")] == "31.1"
     written = json.loads((tmp_path / "out" / "comparison.json").read_text())
-    assert written["models"]["ours"]["columns"] == compare.columns(one)
+    assert written["models"]["ours"]["columns"] == compare.columns(one)[0]
 
 
 def test_a_tiny_models_state_is_not_zero(tmp_path):

@@ -6,12 +6,12 @@ import re
 import pytest
 from lm_eval.api.model import LM
 
-from triadic.evaluation import evaluate, recall
+from triadic.evaluation import recall
 from triadic.evaluation.config import ModelConfig, RecallConfig, SuiteConfig
 from triadic.evaluation.harness import TriadicLM
 from triadic.evaluation.journal import Journal
 from triadic.evaluation.loading import load_checkpoint
-from triadic.evaluation.recall_tasks import TASKS, contains, make_document, read, window
+from triadic.evaluation.recall_tasks import TASKS, contains, make_document, read, recall_documents, window
 from triadic.evaluation.suite import Context
 from triadic.settings import SettingsError, from_dict
 
@@ -148,13 +148,36 @@ def test_data_that_cannot_be_had_or_lack_a_column(tmp_path, tokenizer, monkeypat
         list(read("nq", str(tmp_path)))
 
 
-def test_a_row_without_text_is_found_before_the_first_step(llama, tmp_path, recall_row):
-    rows = [recall_row("nq", 0), recall_row("nq", 1) | {"context": None}]
-    (tmp_path / "nq.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tree = {"name": "test", "recall": {"tasks": ["nq"], "folder": str(tmp_path)}}
-    with pytest.raises(ValueError, match=r"a row of nq in .* has no text in its column context"):
-        evaluate(str(llama), from_dict(SuiteConfig, tree), tmp_path / "out")
+NOT_ROWS = {  # task, what its second row has instead -> what is said of it
+    ("nq", "context", None): "context None, but a text that is not blank is wanted",
+    ("squad", "text", " \n"): r"text ' \\n', but a text that is not blank",
+    ("triviaqa", "question", None): "question None, but a text that is not blank",
+    ("fda", "key", ""): "key '', but a text that is not blank",
+    ("drop", "answers", "the"): "answers 'the', but a list of texts is wanted",
+    ("nq", "answers", (5,)): r"answers \[5\], but a list of texts",
+    ("swde", "value", 5): "value 5, but a text is wanted",
+    ("squad", "answers", "the"): "answers 'the', but a list of texts",  # a column too many, which would count
+}
+
+
+@pytest.mark.parametrize(("task", "column", "given"), NOT_ROWS)
+def test_a_row_that_cannot_be_used_is_found_before_the_first_step(task, column, given, tmp_path, recall_row):
+    rows = [recall_row(task, 0), recall_row(task, 1) | {column: given}]
+    (tmp_path / f"{task}.jsonl").write_text("\n".join(json.dumps(row) + "\n" for row in rows))
+    here = Context(None, None, Journal(tmp_path / "out", {}))
+    said = NOT_ROWS[task, column, given]
+    with pytest.raises(ValueError, match=rf"{task}.jsonl, line 3, has the {said}.*, for the recall task {task}; mend"):
+        recall.ready(here, RecallConfig(tasks=[task], folder=str(tmp_path)))
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_without_an_answer_are_left_out_but_not_all(tmp_path, recall_row, tokenizer):
+    blank = recall_row("nq", 0) | {"answers": [" "], "question": None}
+    (tmp_path / "nq.jsonl").write_text(json.dumps(blank) + "\n" + json.dumps(recall_row("nq", 1)) + "\n")
+    assert [row["doc_id"] for row in recall_documents("nq", tokenizer, folder=str(tmp_path))["test"]] == ["1"]
+    (tmp_path / "nq.jsonl").write_text(json.dumps(blank))
+    with pytest.raises(ValueError, match=r"no row of nq in .* has an answer; bring its data set"):
+        list(read("nq", str(tmp_path)))
 
 
 @pytest.mark.parametrize(

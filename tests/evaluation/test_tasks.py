@@ -196,6 +196,47 @@ def test_files_that_are_no_data_are_named(content, llama, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+HIDDEN = {  # task, what its second row has instead -> what is said of it
+    (
+        "copa",
+        "label",
+        -1,
+    ): r"copa.jsonl, line 2, has the label -1, which hides the answer; bring the split validation of "
+    "aps/super_glue copa, with the columns premise, choice1, choice2, question, label",
+    (
+        "piqa",
+        "label",
+        -1,
+    ): "the label -1, .* the split validation of baber/piqa, with the columns goal, sol1, sol2, label",
+    ("boolq", "label", -1): "the label -1, .* aps/super_glue boolq, with the columns passage, question, label",
+    (
+        "boolq",
+        "label",
+        2,
+    ): r"document 2 of .*boolq.jsonl has the answer 2, of 2 choices from 0 on\); for local files .*: the",
+    (
+        "hellaswag",
+        "label",
+        "",
+    ): "the label '', .* the split validation of Rowan/hellaswag, with the columns activity_label",
+    (
+        "arc_easy",
+        "answerKey",
+        "",
+    ): "local files give .*: the split test of allenai/ai2_arc ARC-Easy, with .*, answerKey",
+    ("winogrande", "answer", ""): "local files give .*: the split validation of allenai/winogrande winogrande_xl, with",
+}
+
+
+@pytest.mark.parametrize(("task", "column", "given"), HIDDEN)
+def test_hidden_labels_are_refused(task, column, given, local, shipped, tmp_path):
+    rows = [json.loads(line) for line in (local / f"{task}.jsonl").read_text().splitlines()]
+    rows[1][column] = given
+    (tmp_path / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=HIDDEN[task, column, given]):
+        zeroshot.load(task, config.ZeroshotConfig(shipped, folder=str(tmp_path)))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -10,8 +10,7 @@ import yaml
 
 from triadic import settings
 from triadic.data import DataConfig
-from triadic.evaluation import SuiteConfig
-from triadic.evaluation.compare import paper_rows
+from triadic.evaluation import SuiteConfig, paper
 from triadic.training import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +83,7 @@ def check_analyse(arguments, processes, made):
 def check_compare(arguments, processes, made):
     options = [i for i, word in enumerate(arguments) if word.startswith("--")]
     assert set(arguments[: options[0]]) <= made
-    paper_rows(arguments[arguments.index("--paper") + 1 :])
+    paper.rows(arguments[arguments.index("--paper") + 1 :])
 
 
 def check_collect(arguments, processes, made):

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from triadic.evaluation import figures
+from triadic.evaluation import paper as papers
 from triadic.evaluation.journal import write_json
 from triadic.evaluation.report import table
 from triadic.models.accounting import figure
 
-PAPER = Path(__file__).parent / "paper_tables.json"
 COLUMNS = {  # column of paper_tables.json -> (heading, digits)
     "params_m": ("parameters, M", 1),
     "state_mb": ("state, MB", 1),
@@ -28,20 +28,40 @@ COLUMNS = {  # column of paper_tables.json -> (heading, digits)
     "niah_avg_local": ("needle mean on another text, %", 1),
 }
 BUCKETS = {"pg19_le4k": (0, 4096), "pg19_4k_16k": (4096, 16_384), "pg19_16k_64k": (16_384, 65_536)}
-MEANS = {  # column -> (metric, what its row must say for the figure to be the paper's)
-    "zero_shot": ("zeroshot_mean", lambda row: len(row["tasks"]) == 10),
-    "recall": ("recall_mean", lambda row: True),
-    "niah_avg": ("niah_mean", lambda row: sorted(row["lengths"]) == [1024 << i for i in range(7)]),
-    "niah_avg_local": ("niah_mean_local", lambda row: True),
+MEANS = {  # column -> the metric that it shows
+    "zero_shot": "zeroshot_mean",
+    "wikitext_ppl": "token_perplexity",
+    "recall": "recall_mean",
+    "niah_avg": "niah_mean",
+    "niah_avg_local": "niah_mean_local",
+}
+PARTS = {  # column -> the part of a suite whose settings decide whether it is the paper's; none: any suite's
+    "zero_shot": "zeroshot",
+    "wikitext_ppl": "wikitext",
+    "recall": "recall",
+    "niah_avg": "ruler",
+    "niah_avg_local": "ruler",
+    **dict.fromkeys([*BUCKETS, "pg19_4k_64k"], "perplexity"),
 }
 
 
-def columns(results: dict[str, Any]) -> dict[str, float]:
-    """The columns of the paper's tables that a results.json has the figures for.
+def columns(results: dict[str, Any]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """The columns of the paper's tables that a results.json has the figures for: those measured as the paper's are.
 
-    Only figures measured as the paper's are: PG19's columns need its buckets (4k-64k is the mean loss of its tokens),
-    the needle mean its seven lengths and RULER's essays, the zero-shot mean its ten tasks.
+    Beside them the others, each with its "column", its "value" and in what it "differs" from the paper's settings.
     """
+    own, otherwise = {}, []
+    for column, value in figures_of(results).items():
+        differs = papers.differs(results, PARTS[column]) if column in PARTS else []
+        if differs:
+            otherwise.append({"column": column, "value": value, "differs": "; ".join(differs)})
+        else:
+            own[column] = value
+    return own, otherwise
+
+
+def figures_of(results: dict[str, Any]) -> dict[str, float]:
+    """What a results.json has for the columns, however it was measured (4k-64k is the mean loss of its tokens)."""
     name = results["checkpoint"]["name"]
     rows = [row for row in results["rows"] if row["model"] == name]
     found = {"params_m": results["checkpoint"]["parameters"] / 1e6}
@@ -50,12 +70,10 @@ def columns(results: dict[str, Any]) -> dict[str, float]:
         found |= {"state_mb_4k": state["4096"], "state_mb_64k": state["65536"]}
         if state["4096"] == state["65536"]:
             found["state_mb"] = state["4096"]
-    by_metric = {row["metric"]: row for row in rows}
-    for column, (metric, fits) in MEANS.items():
-        if metric in by_metric and fits(by_metric[metric]):
-            found[column] = 100 * by_metric[metric]["value"]
-    if "token_perplexity" in by_metric:
-        found["wikitext_ppl"] = by_metric["token_perplexity"]["value"]
+    by_metric = {row["metric"]: row["value"] for row in rows if "value" in row}
+    for column, metric in MEANS.items():
+        if metric in by_metric:
+            found[column] = by_metric[metric] * (1 if metric == "token_perplexity" else 100)
     losses = {tuple(row["position"]): row["loss"] for row in rows if row["metric"] == "perplexity"}
     found |= {column: math.exp(losses[bucket]) for column, bucket in BUCKETS.items() if bucket in losses}
     if "pg19_4k_16k" in found and "pg19_16k_64k" in found:
@@ -81,51 +99,58 @@ def heldout(results: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def paper_rows(names: list[str]) -> dict[str, dict[str, float | str]]:
-    """Rows of the paper's tables by "TABLE/ROW", or by the row's name alone; raises ValueError for unknown ones."""
-    tables = {name: rows for name, rows in json.loads(PAPER.read_text()).items() if isinstance(rows, dict)}
-    every = {f"{name}/{row}": values for name, rows in tables.items() for row, values in rows.items()}
-    chosen = {}
-    for name in names:
-        fits = [key for key in every if name in (key, key.split("/", 1)[1])]
-        if not fits:
-            raise ValueError(f"the paper's tables have no row {name!r}; they have {', '.join(every)}")
-        chosen[f"paper: {name}"] = every[fits[0]]
-    return chosen
-
-
 def compare(folders: list[str | Path], output: str | Path, paper: list[str] | None = None) -> str:
     """Write comparison.json, comparison.md and figures of all models into `output`; returns the Markdown.
 
     `folders` hold a results.json each, or several of one model's suites (they are put together); `paper` names rows of
-    the paper's tables. Losses on held-out text follow, a table for each text. Raises ValueError for a folder without
-    results and for figures of one model that contradict.
+    the paper's tables, beside which stand only figures measured as the paper's; the others follow in a list that says
+    what differs. Losses on held-out text come last, a table for each text. One checkpoint under several paths is one
+    model. Raises ValueError for a folder without results and for figures of one model that contradict.
     """
+    beside = papers.rows(paper or [])
     models: dict[str, dict[str, Any]] = {}
     rows: list[dict[str, Any]] = []
     losses: dict[tuple[Any, ...], dict[str, Any]] = {}
+    otherwise: dict[tuple[str, ...], dict[str, Any]] = {}
+    names: dict[str, str] = {}
     for folder in folders:
-        results = _read(Path(folder))
+        results = _resolved(_read(Path(folder)), names)
         name = results["checkpoint"]["name"]
         entry = models.setdefault(name, {"weights_sha256": results["checkpoint"]["weights_sha256"], "columns": {}})
         _same(entry["weights_sha256"], results["checkpoint"]["weights_sha256"], name, "weights")
-        for column, value in columns(results).items():
+        own, others = columns(results)
+        for column, value in own.items():
             _same(entry["columns"].setdefault(column, value), value, name, column)
+        for other in others:
+            key = (name, other["column"], other["differs"])
+            kept = otherwise.setdefault(key, {"model": name} | other)
+            _same(kept["value"], other["value"], name, other["column"])
         for row in heldout(results):
             key = tuple(row[name] for name in ("text", "window", "windows", "model"))
             _same(losses.setdefault(key, row)["loss"], row["loss"], row["model"], "held-out losses")
         rows += results["rows"]
-    beside = paper_rows(paper or [])
     used = [c for c in COLUMNS if any(c in values for values in [*(m["columns"] for m in models.values())])]
     cells = [[name, *(_cell(model["columns"], c) for c in used)] for name, model in models.items()]
     cells += [[name, *(_cell(values, c) for c in used)] for name, values in beside.items()]
     lines = table(["model", *(COLUMNS[c][0] for c in used)], cells)
-    text = "\n".join(["# Comparison", "", *lines, "", *_losses(list(losses.values()))])
+    lines += ["", *_otherwise(list(otherwise.values())), *_losses(list(losses.values()))]
+    text = "\n".join(["# Comparison", "", *lines])
     output = Path(output)
-    write_json(output / "comparison.json", {"models": models, "paper": beside, "heldout": list(losses.values())})
+    kept = {"models": models, "paper": beside}
+    kept |= {"otherwise": list(otherwise.values()), "heldout": list(losses.values())}
+    write_json(output / "comparison.json", kept)
     (output / "comparison.md").write_text(text)
     figures.draw_rows(rows, output)
     return text
+
+
+def _otherwise(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each figure that does not compare with the paper's, which says why."""
+    lines = []
+    for row in rows:
+        heading, digits = COLUMNS[row["column"]]
+        lines.append(f"- {row['model']}: {heading} {figure(row['value'], digits)} ({row['differs']})")
+    return ["## Not measured as the paper's figures", "", *lines, ""] if lines else []
 
 
 def _losses(rows: list[dict[str, Any]]) -> list[str]:
@@ -151,9 +176,23 @@ def _read(folder: Path) -> dict[str, Any]:
         results = json.loads((folder / "results.json").read_text())
     except (OSError, ValueError):
         results = None
-    if not isinstance(results, dict) or not results.keys() >= {"checkpoint", "rows"}:  # an analysis has no checkpoint
+    wanted = {"checkpoint", "suite", "rows"}  # an analysis has no checkpoint
+    if not isinstance(results, dict) or not results.keys() >= wanted:
         raise ValueError(f"{folder} holds no readable results.json of an evaluation; give the output folder of one")
     return results
+
+
+def _resolved(results: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """The results with every model under the first of its names; `names` (path -> that name) grows.
+
+    Names are of one model where they lead to one folder, seen from the working directory.
+    """
+    checkpoint, change = results["checkpoint"], {}
+    for name in dict.fromkeys([checkpoint["name"], *(row["model"] for row in results["rows"])]):
+        path = Path(name).expanduser()
+        change[name] = names.setdefault(str(path.resolve()) if path.exists() else name, name)
+    rows = [row | {"model": change[row["model"]]} for row in results["rows"]]
+    return results | {"checkpoint": checkpoint | {"name": change[checkpoint["name"]]}, "rows": rows}
 
 
 def _same(known: Any, value: Any, name: str, what: str) -> None:

@@ -5,6 +5,7 @@ its case; if none matches, its head is kept. The authors' program (github.com/Ha
 does otherwise in places: `centre="harness"` does as it does. The prompts are the same.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ class Task:
 
     hub: str
     text: str  # the column that is cut
+    asked: str | None  # the column that the prompt ends with; none: the text does
     columns: tuple[str, ...]
     prompt: Callable[[dict[str, Any]], str]
     harness: tuple[str, ...]
@@ -71,12 +73,12 @@ CLOZE = ("doc_id", "file_name", "key", "value", "text")
 SQUAD = ("doc_id", "text", "value", "title", "context", "question")
 ASKED = ("doc_id", "context", "question", "orig_question", "answers")
 TASKS = {
-    "fda": Task("hazyresearch/based-fda", "text", CLOZE, _fda, ("key", "value")),
-    "swde": Task("hazyresearch/based-swde-v2", "text", CLOZE, _swde, ("key", "value")),
-    "squad": Task("hazyresearch/based-squad", "text", SQUAD, _squad, ("value",)),
-    "nq": Task("hazyresearch/based_nq_{nq}", "context", ASKED, _nq, ("answers",)),
-    "triviaqa": Task("hazyresearch/based_triviaqa", "context", ASKED, _trivia, ()),
-    "drop": Task("hazyresearch/based_drop", "context", ASKED, _asked, ()),
+    "fda": Task("hazyresearch/based-fda", "text", "key", CLOZE, _fda, ("key", "value")),
+    "swde": Task("hazyresearch/based-swde-v2", "text", "key", CLOZE, _swde, ("key", "value")),
+    "squad": Task("hazyresearch/based-squad", "text", None, SQUAD, _squad, ("value",)),
+    "nq": Task("hazyresearch/based_nq_{nq}", "context", "question", ASKED, _nq, ("answers",)),
+    "triviaqa": Task("hazyresearch/based_triviaqa", "context", "question", ASKED, _trivia, ()),
+    "drop": Task("hazyresearch/based_drop", "context", "question", ASKED, _asked, ()),
 }
 
 
@@ -118,8 +120,7 @@ def make_document(
     task: str, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, context_length: int, centre: str
 ) -> dict[str, Any] | None:
     """Prompt and answers of a row; None if it knows no answer (or the authors' program leaves it out)."""
-    known = row.get("answers") or [row.get("value") or ""]
-    answers = [answer for answer in known if answer.strip()]
+    answers = _answers(row)
     if not answers:
         return None
     text = row[TASKS[task].text].strip()
@@ -162,10 +163,15 @@ def _harness_centre(task: str, row: dict, text: str, tokenizer: PreTrainedTokeni
 
 
 def read(task: str, folder: str | None, nq: int = 2048) -> Iterator[dict[str, Any]]:
-    """The rows of a task; raises ValueError for what cannot be had, for missing columns and where there are none."""
+    """The rows of a task.
+
+    Raises ValueError for what cannot be had, for missing columns, where no row has an answer, and, with its place, for
+    a row whose columns hold something else than they should.
+    """
     hub = TASKS[task].hub.format(nq=nq)
     if folder is not None:
-        rows = read_rows(local_file(folder, task, "recall.folder"))
+        file = local_file(folder, task, "recall.folder")
+        rows = read_rows(file)
     else:
         try:
             rows = datasets.load_dataset(hub, split="validation")
@@ -174,15 +180,51 @@ def read(task: str, folder: str | None, nq: int = 2048) -> Iterator[dict[str, An
                 f"the data of {task} cannot be had ({one_line(error)}); for local files give recall.folder=FOLDER with "
                 f"{task}.jsonl or {task}.parquet in it: {hub}, validation"
             ) from error
-    row, where = None, Path(folder) if folder else hub
-    for row in rows:
+    number, answered, where = 0, False, Path(folder) if folder else hub
+    for number, row in enumerate(rows, 1):
         missing = [column for column in TASKS[task].columns if column not in row]
         if missing:
             raise ValueError(
                 f"{task} in {where} has no column {', '.join(missing)}; it needs {', '.join(TASKS[task].columns)}"
             )
-        if not isinstance(row[TASKS[task].text], str):
-            raise ValueError(f"a row of {task} in {where} has no text in its column {TASKS[task].text}")
+        wrong = _wrong(task, row)
+        if wrong is not None:
+            place = f"row {number} of {hub}" if folder is None else row_place(file, number)
+            raise ValueError(f"{place} has the {wrong}, for the recall task {task}; mend the row, or take it out")
+        answered = answered or bool(_answers(row))
         yield row
-    if row is None:
+    if number == 0:
         raise ValueError(f"{task} in {where} holds no rows; bring its data set, or drop the task")
+    if not answered:
+        raise ValueError(f"no row of {task} in {where} has an answer; bring its data set, or drop the task")
+
+
+def row_place(file: Path, number: int) -> str:
+    """Say "FILE, line N," of the row with this number (from 1) in a .jsonl file, "FILE, row N," in others."""
+    if file.suffix != ".jsonl":
+        return f"{file}, row {number},"
+    with open(file, encoding="utf-8") as lines:
+        filled = (n for n, line in enumerate(lines, 1) if line.strip())
+        return f"{file}, line {next(itertools.islice(filled, number - 1, None))},"
+
+
+def _answers(row: dict[str, Any]) -> list[str]:
+    """The answers that count: `answers`, or else `value`, without blank ones."""
+    known = row.get("answers") or [row.get("value") or ""]
+    return [answer for answer in known if answer.strip()]
+
+
+def _wrong(task: str, row: dict[str, Any]) -> str | None:
+    """The first column of the row that cannot be used, as "COLUMN GIVEN, but WANTED is wanted"; None for a good row.
+
+    A row without an answer is left out, so that its text and question may be anything.
+    """
+    given, value = row.get("answers"), row.get("value")
+    if given is not None and not (isinstance(given, list) and all(isinstance(answer, str) for answer in given)):
+        return f"answers {given!r:.60}, but a list of texts is wanted"
+    if value is not None and not isinstance(value, str):
+        return f"value {value!r:.60}, but a text is wanted"
+    for column in filter(None, (TASKS[task].text, TASKS[task].asked)) if _answers(row) else ():
+        if not isinstance(row[column], str) or not row[column].strip():
+            return f"{column} {row[column]!r:.60}, but a text that is not blank is wanted"
+    return None

@@ -1,8 +1,10 @@
 """results.md, made from results.json alone."""
 
 import json
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
+
+from triadic.evaluation.paper import local_text
 
 
 def write_markdown(folder: Path) -> str:
@@ -10,7 +12,7 @@ def write_markdown(folder: Path) -> str:
     results = json.loads((folder / "results.json").read_text())
     facts = results["checkpoint"]
     lines = [
-        f"# {results['suite']['name']}: {facts['name']}",
+        f"# {results['suite']['name']}{_local(results, results['suite']['name'])}: {facts['name']}",
         "",
         f"{facts['parameters'] / 1e6:.1f}M parameters, {facts['dtype']}, weights {facts['weights_sha256'][:12]}, "
         f"tokenizer {facts['tokenizer_hash'][:12]}, commit {results['commit']}, {results['date']}",
@@ -28,10 +30,17 @@ def write_markdown(folder: Path) -> str:
     ):
         body = make(results)
         if body:
-            lines += ["", f"## {title}", "", *body]
+            lines += ["", f"## {title}{_local(results, title)}", "", *body]
     text = "\n".join(lines) + "\n"
     (folder / "results.md").write_text(text)
     return text
+
+
+def _local(results: dict, title: str) -> str:
+    """Says in a heading that would be read as a known text's that the text is another one."""
+    part = {"WikiText-2": "wikitext", "wikitext": "wikitext", "pg19": "perplexity"}.get(title)
+    text = local_text(results, part) if part and results["suite"].get(part) else None
+    return "" if text is None else f" (local: {PurePath(text).name})"
 
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:

@@ -18,11 +18,24 @@ from lm_eval.tasks import TaskManager
 from triadic.evaluation.config import ZeroshotConfig
 from triadic.evaluation.documents import file_hash, local_file, read_rows
 from triadic.evaluation.harness import run_task, seed
+from triadic.evaluation.recall_tasks import row_place
 from triadic.models.loading import one_line
 
 if TYPE_CHECKING:
     from triadic.evaluation.suite import Context
 
+COLUMNS = {  # of the shipped suite's tasks, those that lm-eval reads
+    "lambada_openai": "text",
+    "hellaswag": "activity_label, ctx_a, ctx_b, endings, label",
+    "piqa": "goal, sol1, sol2, label",
+    "arc_easy": "question, choices, answerKey",
+    "arc_challenge": "question, choices, answerKey",
+    "winogrande": "sentence, option1, option2, answer",
+    "openbookqa": "question_stem, choices, answerKey",
+    "sciq": "support, question, distractor1, distractor2, distractor3, correct_answer",
+    "boolq": "passage, question, label",
+    "copa": "premise, choice1, choice2, question, label",
+}
 FOREIGN = (ValueError, TypeError, SyntaxError, AttributeError, IndexError)  # what a task says of other data's columns
 
 
@@ -60,13 +73,47 @@ def load(task: str, config: ZeroshotConfig) -> Task:
     file = None
     if config.folder is not None:
         file = local_file(config.folder, task, "zeroshot.folder")
-        if not sum(1 for _ in read_rows(file)):  # reads them all: the reader of `datasets` does not say what is wrong
-            raise ValueError(f"{file} holds no rows; bring the data set of {task}, or drop the task")
+        _check_rows(task, file)
     with tempfile.TemporaryDirectory() as folder, _needs_data(task, *FOREIGN):
         name = task if file is None else _overlay(Path(folder), task, file)
         seed()
         (loaded,) = stock_tasks().load([name])["tasks"].values()
+        if file is not None:
+            _check_answers(loaded, task, file)
     return loaded
+
+
+def _check_rows(task: str, file: Path) -> None:
+    """Raise ValueError for a file without rows, and for a row whose label hides the answer, as the hub's have it.
+
+    lm-eval would score such a row as wrong, or (copa) as if the second choice were right.
+    """
+    number = 0
+    for number, row in enumerate(read_rows(file), 1):  # the reader of `datasets` does not say what is wrong
+        if row.get("label", 0) in (-1, "-1", "", None):
+            said = f"{row_place(file, number)} has the label {row['label']!r}, which hides the answer"
+            raise ValueError(f"{said}; bring {_wanted(task)}")
+    if not number:
+        raise ValueError(f"{file} holds no rows; bring the data set of {task}, or drop the task")
+
+
+def _check_answers(loaded: Task, task: str, file: Path) -> None:
+    """Make what lm-eval makes of every document; raises ValueError for an answer that is none of its choices."""
+    for number, doc in enumerate(loaded.eval_docs, 1):
+        text, target = loaded.doc_to_text(doc), loaded.doc_to_target(doc)
+        choices = loaded.doc_to_choice(doc) if loaded.OUTPUT_TYPE == "multiple_choice" else None
+        right = text if isinstance(text, int) else target  # of several texts with one ending, the text is the answer
+        if choices and isinstance(right, int) and not 0 <= right < len(choices):
+            raise IndexError(f"document {number} of {file} has the answer {right}, of {len(choices)} choices from 0 on")
+
+
+def _wanted(task: str) -> str:
+    """The file to bring: split and columns of the data set that lm-eval reads."""
+    config = stock_tasks().task_index[task].cfg or {}
+    split = config.get("test_split") or config.get("validation_split")
+    name = " ".join(filter(None, (config.get("dataset_path"), config.get("dataset_name"))))
+    columns = f"the columns {COLUMNS[task]}" if task in COLUMNS else "the data set's own columns"
+    return f"the split {split} of {name}, with {columns}"
 
 
 def metrics(loaded: Task) -> list[str]:
@@ -116,7 +163,7 @@ def _needs_data(task: str, *more: type[Exception]) -> Iterator[None]:
     except (OSError, KeyError, jinja2.TemplateError, DatasetsError, *more) as error:
         raise ValueError(
             f"the data of {task} cannot be had ({one_line(error)}); for local files give zeroshot.folder=FOLDER "
-            f"with {task}.jsonl or {task}.parquet in it, in the data set's own columns"
+            f"with {task}.jsonl or {task}.parquet in it: {_wanted(task)}"
         ) from error
 
 
