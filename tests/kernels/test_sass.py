@@ -70,8 +70,11 @@ EVERY = ["4e20", "4e50", "4e80"]
         ("/*4de0*/ UMOV UR4, URZ ;", "", EVERY),  # something is added to the upper word
         ("-0x3ffffff0", "-0x7fffffe0", EVERY),  # a layout that the PTX does not have
         ("/*4e30*/ UIADD3.64 UR18, UR22, 0x20, URZ ;", "", EVERY[1:2]),
-        (BASE, f"/*4c80*/ R2UR UR4, R2 ;\n{BASE}", EVERY),  # from a register that holds something else
-        (BASE, f"/*4c80*/ @P1 UMOV UR4, 0x3 ;\n{BASE}", EVERY),  # overwritten for some threads
+        (BASE, f"/*4c80*/ R2UR UR4, R2 ;\n{BASE}", EVERY),  # from a register that nothing wrote
+        (BASE, f"/*4c80*/ UMOV UR4, 0x3 ;\n{BASE}", EVERY),  # from a constant alone
+        (BASE, f"/*4c80*/ @P1 UMOV UR4, 0x3 ;\n{BASE}", EVERY),  # overwritten now and then
+        (BASE, f"/*4c70*/ UMOV UR4, URZ ;\n/*4c80*/ @P1 UMOV UR4, UR43 ;\n{BASE}", EVERY),  # made now and then
+        (BASE, f"/*4c80*/ ULOP3.LUT UP0, UR4, UR44, 0x1, URZ, 0xc0, !UPT ;\n{BASE}", EVERY),  # with a predicate
         ("/*8cf0*/", "/*8ce0*/ ULDC UR43, c[0x0][0x484] ;\n/*8cf0*/", EVERY),  # from the second pass of the loop on
     ],
 )
@@ -80,15 +83,24 @@ def test_what_is_lost_shows(line, other, found):
     assert wrong(RIGHT.replace(line, other)) == found
 
 
+STACK = """
+/*4c50*/ MOV R2, UR4 ;
+/*4c60*/ STL [R1+0x10], R2 ;
+/*4c70*/ LDL R3, [R1+0x10] ;
+/*4c80*/ R2UR UR4, R3 ;
+"""
+SWAP = """
+/*4c50*/ ULOP3.LUT UR6, UR6, UR4, URZ, 0x3c, !UPT ;
+/*4c60*/ ULOP3.LUT UR4, UR6, UR4, URZ, 0x3c, !UPT ;
+/*4c70*/ ULOP3.LUT UR6, UR6, UR4, URZ, 0x3c, !UPT ;
+/*4c80*/ UMOV UR4, UR6 ;
+"""
+
+
 @pytest.mark.parametrize(
-    "moved",
-    [
-        "/*4c50*/ MOV R2, UR4 ;\n/*4c60*/ STL [R1+0x10], R2 ;\n/*4c70*/ LDL R3, [R1+0x10] ;\n/*4c80*/ R2UR UR4, R3 ;",
-        "/*4c50*/ ULOP3.LUT UR6, UR6, UR4, URZ, 0x3c, !UPT ;\n/*4c60*/ ULOP3.LUT UR4, UR6, UR4, URZ, 0x3c, !UPT ;\n"
-        "/*4c70*/ ULOP3.LUT UR6, UR6, UR4, URZ, 0x3c, !UPT ;\n/*4c80*/ UMOV UR4, UR6 ;",
-        "/*4c80*/ ULOP3.LUT UP0, UR9, UR43, 0x1, URZ, 0xc0, !UPT ;",
-    ],
+    ("line", "other"), [(BASE, STACK + BASE), (BASE, SWAP + BASE), (" UR22, 0x20,", " UR22, -0x20,")]
 )
-def test_an_address_may_travel(moved):
-    """Over the stack and back, through two registers swapped; a predicate written first is no source."""
-    assert wrong(RIGHT.replace(BASE, f"{moved}\n{BASE}")) == []
+def test_an_address_may_travel(line, other):
+    """Over the stack and back, through two registers swapped, downwards."""
+    assert line in RIGHT
+    assert wrong(RIGHT.replace(line, other)) == []
