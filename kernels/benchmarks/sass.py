@@ -121,7 +121,8 @@ def wrong_addresses(sass: str, ptx: str) -> list:
     upper = {x % 2**64 >> 32 for x in numbers if abs(x) >> 32}
     upper |= {x ^ 0xFFFFFFFF for x in upper}  # subtracted instead of added
     blocks = basic_blocks(sass)
-    entries, todo, wrong = {0: {}}, [0], {}
+    entries, todo = {0: {}}, [0]
+    wrong = {x[0]: "never reached" for block, _ in blocks for x in block if x[2].startswith("HGMMA")}
     while todo:
         block, following = blocks[i := todo.pop()]
         state = dict(entries[i])
