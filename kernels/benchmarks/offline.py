@@ -7,8 +7,8 @@
 A stand-in driver names the architecture, every launch becomes a compilation, and the back end runs forward and backward
 on CPU tensors of the right shapes: so exactly the shipped configurations are compiled. One row per kernel: registers,
 spilled bytes (ptxas -v), stack, shared memory, tensor core instructions, and whether ptxas serialised wgmma (warnings
-C7511 and C7512; then the count of WARPGROUP.ARRIVE equals that of HGMMA), and how many uniform registers are read
-before anything wrote them: ptxas 12.8, which Triton 3.6 brings along, miscompiles some wgmma addresses that way.
+C7511 and C7512; then the count of WARPGROUP.ARRIVE equals that of HGMMA), and which wgmma have a wrong address
+(`sass.wrong_addresses`): ptxas 12.8, which Triton 3.6 brings along, loses some.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 import triton
+from sass import wrong_addresses
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
@@ -77,31 +78,6 @@ def record_compilations():
     return compiled
 
 
-def undefined_uniforms(sass: str) -> int:
-    """Reads of uniform registers (UR) that no earlier instruction wrote, in program order, in SASS of sm_90."""
-    written, undefined = set(), 0
-    for line in sass.splitlines():
-        m = re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?);", line)
-        if not m:
-            continue
-        operation, operands = m[1], [x.strip() for x in m[2].split(",")]
-        pair = ".64" in operation
-        writes = re.fullmatch(r"UR(\d+)", operands[0])
-        reads = set()
-        for operand in operands[1 if writes else 0 :]:
-            for n in map(int, re.findall(r"gdesc\[UR(\d+)\]", operand)):
-                in_registers = re.match(
-                    r"R\d+", operands[1]
-                )  # the first factor; then only the second one's address is read
-                reads |= set(range(n + 2 if in_registers else n, n + 4))
-            for n in map(int, re.findall(r"\bUR(\d+)\b", re.sub(r"gdesc\[UR\d+\]", "", operand))):
-                reads |= {n, n + 1} if f"desc[UR{n}]" in operand or (pair and operation[0] == "U") else {n}
-        undefined += len(reads - written)
-        if writes:
-            written |= set(range(int(writes[1]), int(writes[1]) + (2 if pair or ".WIDE" in operation else 1)))
-    return undefined
-
-
 def describe(kernel, arch) -> dict:
     """Resources of a compiled kernel, from its cubin and a second pass of ptxas over its PTX."""
     with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +102,7 @@ def describe(kernel, arch) -> dict:
         shared_bytes=kernel.metadata.shared,
         warps=kernel.metadata.num_warps,
         serialised_wgmma="C7511" in verbose or "C7512" in verbose,
-        undefined_uniforms=undefined_uniforms(sass) if arch == 90 else None,
+        wrong_addresses=wrong_addresses(sass, kernel.asm["ptx"]) if arch == 90 else None,
         **{name: len(re.findall(rf"\b{re.escape(name)}\b", sass)) for name in COUNTED},
     )
 
@@ -209,7 +185,7 @@ def main():
                 kernel=name, E=E, K=a.K, V=a.V, group=a.group, dtype=a.dtype, arch=a.arch, delta_rule=not a.linear
             )
             rows.append(row | describe(kernel, a.arch) | dict(seconds=round(seconds, 1)))
-            print(" ".join(f"{name}={value}" for name, value in rows[-1].items()), flush=True)
+            print(" ".join(f"{n}={len(v) if isinstance(v, list) else v}" for n, v in rows[-1].items()), flush=True)
     if a.json:
         Path(a.json).write_text(json.dumps(dict(triton=triton.__version__, rows=rows), indent=1))
 

@@ -134,7 +134,7 @@ def _any(E: int, K: int, V: int, recurrence_warps: int) -> Launch:
 def _hopper(E: int, K: int, V: int) -> Launch:
     """bfloat16 and float16 on an H200, measured with K = V = 128."""
     # Where tiles of the recurrence are narrower than 64 columns and its key tiles as long as a chunk, ptxas 12.8
-    # miscompiles wgmma addresses for sm_90 (benchmarks/offline.py counts them as undefined_uniforms).
+    # miscompiles wgmma addresses for sm_90 (benchmarks/offline.py finds them: wrong_addresses).
     keys = min(K, 128) if V >= 64 else min(K, 32)
     warps = 8 if V >= 64 else 4
     # Key tiles of kernel 6's last products as wide as can be: with 32 columns they race on Hopper (Triton 3.6).

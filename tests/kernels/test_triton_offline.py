@@ -40,7 +40,7 @@ def judge(rows, budget):
     for row in rows:
         assert row["spill_bytes"] <= budget.get(row["kernel"], 0), row
         assert not row["serialised_wgmma"], row
-        assert not row["undefined_uniforms"], f"ptxas miscompiled an address: {row}"
+        assert not row["wrong_addresses"], f"ptxas miscompiled an address: {row}"
 
 
 @pytest.mark.parametrize("backend", ["triton", "gluon_hopper"])
