@@ -36,7 +36,6 @@ def consumer(
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, K2, 16])
     plain: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [NW, 1], [1, 0])
     t = gl.arange(0, C, layout=gl.SliceLayout(1, layout))
-    d = gl.arange(0, K2, layout=gl.SliceLayout(0, layout))
     zero = gl.zeros([C, K2], gl.float32, layout=layout)
     i = 0  # slices and
     j = 0  # value heads that have passed through shared memory
@@ -79,10 +78,13 @@ def consumer(
                 mbarrier.arrive(released[which], count=1)
                 if which == 2:  # the third reads K too
                     mbarrier.arrive(released[1], count=1)
-        p = p_out + ((row0 + t).to(gl.int64) * (H * K) + i_h * K)[:, None] + d[None, :]
-        mask = (t < rows)[:, None] & (d >= 0)[None, :]
-        gl.store(p, left.to(gl.bfloat16), mask=mask)
-        gl.store(p + K2, right.to(gl.bfloat16), mask=mask)
+        out: gl.constexpr = gl.BlockedLayout([2, 8], [8, 4], [NW, 1], [1, 0])
+        t_out = gl.arange(0, C, layout=gl.SliceLayout(1, out))
+        d_out = gl.arange(0, K2, layout=gl.SliceLayout(0, out))
+        p = p_out + ((row0 + t_out).to(gl.int64) * (H * K) + i_h * K)[:, None] + d_out[None, :]
+        mask = (t_out < rows)[:, None] & (d_out >= 0)[None, :]
+        gl.store(p, gl.convert_layout(left.to(gl.bfloat16), out), mask=mask)
+        gl.store(p + K2, gl.convert_layout(right.to(gl.bfloat16), out), mask=mask)
 
 
 @gluon.jit
