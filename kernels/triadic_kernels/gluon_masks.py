@@ -1,20 +1,27 @@
 """Kernel 2 in Gluon for Hopper (wgmma, TMA): K = 128, bfloat16; the mathematics and letters of masks.py.
 
 One program per (chunk, key head). R and R' are summed slice by slice in the registers of Q K^T and K K^T, with the
-exponent held at 0 above the diagonal, where these are zero. The inverse is that of the diagonal
-blocks of 16, one for each warp in registers, then of the whole by a series in blocks that ends after four terms. The
-factors of all its products are bfloat16 pairs (the number, and what rounding left of it): three products each, exact to
-about 2^-16 of the factors. (With keys all alike and beta near 2 the powers cancel, and 1e-2 of it may be lost.)
+exponent held at 0 above the diagonal, where these are zero. The inverse is found in blocks of 16 by substitution in
+float32, then merged twice by products whose factors are bfloat16 pairs (the number, and what rounding left of it): three
+products each, exact to about 2^-16 of the factors. (With keys all alike and beta near 2 it is good to 2e-4.)
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as mma
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as mma_wait
 
-from .gluon_compat import barrier, new_barrier, reinterpret, tma_load, tma_store, to_bf16, to_f32
+from .gluon_compat import barrier, new_barrier, reinterpret, tile_layout, tma_load, tma_store, to_bf16, to_f32
+
+ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+NARROW, WIDE = (gl.constexpr(tile_layout(columns, 16, 2)) for columns in (16, 32))
+
+
+@gluon.constexpr_function
+def accumulator(N):
+    """Registers of a product of N columns, four warps."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
 
 
 @gluon.jit
@@ -32,110 +39,113 @@ def split(x):
 
 
 @gluon.jit
-def put(x, pair):
-    """The split of x, also stored to pair [2, C, C] in shared memory."""
-    high, low = split(x)
-    pair.index(0).store(high)
-    pair.index(1).store(low)
-    return high, low
+def put(high, low, tiles, i: gl.constexpr):
+    """A pair, stored to two of the tiles [N, C, columns] in shared memory."""
+    tiles.index(i).store(high)
+    tiles.index(i + 1).store(low)
 
 
 @gluon.jit
-def product(high, low, pair, zero, operand: gl.constexpr):
-    """(high + low) pair, float32 [C, C]."""
+def product(high, low, tiles, i: gl.constexpr):
+    """(high + low) times the first K rows of pair i, float32 [C, N]; high and low [C, K] are in registers."""
+    C: gl.constexpr = high.shape[0]
+    K: gl.constexpr = high.shape[1]
+    N: gl.constexpr = tiles.shape[2]
+    result: gl.constexpr = accumulator(N)
+    operand: gl.constexpr = gl.DotOperandLayout(0, result, 2)
     high = gl.convert_layout(high, operand, assert_trivial=True)
     low = gl.convert_layout(low, operand, assert_trivial=True)
-    x = mma(high, pair.index(0), zero, use_acc=False, is_async=True)
-    x = mma(high, pair.index(1), x, is_async=True)
-    x = mma(low, pair.index(0), x, is_async=True)
+    zero = gl.zeros([C, N], gl.float32, layout=result)
+    first = tiles.index(i).slice(0, K, 0)
+    x = mma(high, first, zero, use_acc=False, is_async=True)
+    x = mma(high, tiles.index(i + 1).slice(0, K, 0), x, is_async=True)
+    x = mma(low, first, x, is_async=True)
     return mma_wait(0, deps=[x])
 
 
 @gluon.jit
-def block_product(a, b_t, zero):
-    """(high + low) b for the blocks [C/16, 16, 16] of two block-diagonal matrices, in each warp's registers; a and the
-    transpose of b as pairs in the layout of the result.
-    """
-    layout: gl.constexpr = zero.type.layout
-    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
-    high = gl.convert_layout(a[0], left, assert_trivial=True)
-    low = gl.convert_layout(a[1], left, assert_trivial=True)
-    b_high = gl.convert_layout(b_t[0].permute([0, 2, 1]), right, assert_trivial=True)
-    b_low = gl.convert_layout(b_t[1].permute([0, 2, 1]), right, assert_trivial=True)
-    return mma_v2(low, b_high, mma_v2(high, b_low, mma_v2(high, b_high, zero)))
+def column_block(x, chosen, N: gl.constexpr):
+    """The block of N columns of x [C, C] that `chosen` [C, C] leaves of each row: [C, N]."""
+    C: gl.constexpr = x.shape[0]
+    x = gl.sum(gl.where(chosen, x, 0.0).reshape([C, C // N, N]), 1)
+    return gl.convert_layout(x, accumulator(N), assert_trivial=True)
 
 
 @gluon.jit
-def block_inverse(l, r, s, C: gl.constexpr):
-    """(I + L)^-1 for the diagonal blocks of 16 of a strictly lower L [C, C], zero elsewhere.
+def in_columns(x, chosen):
+    """x [C, N] in the block of N columns that `chosen` [C, C] names for each row, zero elsewhere: [C, C]."""
+    C: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    zero = gl.zeros([C, C], x.dtype, layout=accumulator(C))
+    parted = zero.reshape([C, C // N, N])
+    parts: gl.constexpr = gl.SliceLayout(1, parted.type.layout)
+    x, _ = gl.broadcast(gl.expand_dims(gl.convert_layout(x, parts, assert_trivial=True), 1), parted)
+    return gl.where(chosen, gl.convert_layout(x.reshape([C, C]), zero.type.layout, assert_trivial=True), zero)
 
-    One block for each warp: every product is made with its transpose, which is what the next one takes as its second
-    factor. A Neumann series in blocks of 8 (L^8 = 0), then a merge.
+
+@gluon.jit
+def inverse_16(blocks, f_s, columns: gl.constexpr):
+    """The inverses of I + each of the strictly lower blocks [C, 16], float32 [C, 16].
+
+    Forward substitution, a thread for each column of a block; f_s float32 [16, C / 16, 16] is shared memory.
     """
+    C: gl.constexpr = blocks.shape[0]
     NB: gl.constexpr = C // 16
-    whole: gl.constexpr = l.type.layout
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[2, 0], warps_per_cta=[gl.num_warps(), 1, 1], instr_shape=[1, 16, 8]
-    )
-    same = (r // 16 == s // 16).reshape([NB, 16, NB, 16])
-    x = gl.sum(gl.where(same, l.reshape([NB, 16, NB, 16]), 0.0), 2)
-    x = gl.convert_layout(x, layout, assert_trivial=True)
-    x_t = gl.convert_layout(x.permute([0, 2, 1]), layout)
-    i = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))), 0), 2)
-    j = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout))), 0), 1)
-    inside = i // 8 == j // 8
-    eye = gl.where(i == j, 1.0, 0.0)
-    zero = gl.zeros([NB, 16, 16], gl.float32, layout=layout)
-    l_8 = gl.where(inside, x, 0.0)
-    l_8t = gl.where(inside, x_t, 0.0)
-    off_t = split(gl.where(inside, 0.0, x_t))
-    a = split(l_8)
-    a_t = split(l_8t)
-    x = block_product(a, a_t, zero)
-    x_t = block_product(a_t, a, zero)
-    a_2 = split(x)
-    a_2t = split(x_t)
-    x = eye - l_8 + x - block_product(a, a_2t, zero)
-    x_t = eye - l_8t + x_t - block_product(a_t, a_2, zero)
-    a_4 = split(block_product(a_2, a_2t, zero))
-    a_4t = split(block_product(a_2t, a_2, zero))
-    x = x + block_product(split(x), a_4t, zero)
-    x_t = x_t + block_product(split(x_t), a_4, zero)
-    x = x - block_product(split(block_product(split(x), off_t, zero)), split(x_t), zero)
-    four: gl.constexpr = l.reshape([NB, 16, NB, 16]).type.layout
-    x = gl.convert_layout(x, gl.SliceLayout(2, four), assert_trivial=True)
-    x = gl.where(same, gl.expand_dims(x, 2), 0.0).reshape([C, C])
-    return gl.convert_layout(x, whole, assert_trivial=True)
-
-
-@gluon.jit
-def unit_lower_inverse(l, r, s, a_s, c_s, d_s, zero, operand: gl.constexpr, C: gl.constexpr):
-    """(I + L)^-1 for a strictly lower L [C, C]; a_s, c_s, d_s [2, C, C] is shared memory, all of which every warp has
-    finished with when it returns.
-    """
-    put(gl.where(r // 16 != s // 16, l, 0.0), d_s)
-    x = block_inverse(l, r, s, C)
-    high, low = put(x, a_s)
-    ready()
-    # I + L = D (I + N) with N = D^-1 L_off nilpotent in blocks: N^4 = 0, (I + N)^-1 = (I - N)(I + N^2)
-    high, low = put(product(high, low, d_s, zero, operand), c_s)
-    ready()
-    high_2, low_2 = split(product(high, low, c_s, zero, operand))
-    x = x + product(high_2, low_2, a_s, zero, operand)
-    put(x, d_s)
-    ready()
-    x = x - product(high, low, d_s, zero, operand)
+    cubes = blocks.reshape([NB, 16, 16])  # [block, i, j]
+    cube: gl.constexpr = cubes.type.layout
+    f_s.store(cubes.permute([1, 0, 2]))
     barrier()
-    return x
+    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, columns)))[None, None, :]
+    c = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, columns)))[None, :, None]
+    x = gl.where(i == c, 1.0, 0.0) + gl.zeros([NB, 16, 16], gl.float32, layout=columns)  # [block, column, i]
+    for n in gl.static_range(1, 16):
+        row = f_s.slice(n, 1, 0).permute([1, 0, 2]).load(columns)  # [block, 1, j]
+        y = gl.sum(gl.sum((row * x).reshape([NB, 16, 4, 4]), 3), 2)  # [block, column], four sums at a time
+        y = gl.convert_layout(y, gl.SliceLayout(2, columns), assert_trivial=True)
+        x = gl.where(i == n, x - gl.expand_dims(y, 2), x)
+    barrier()  # every warp has read the rows
+    f_s.store(x.permute([2, 0, 1]))
+    barrier()
+    x = f_s.permute([1, 0, 2]).load(cube).reshape([C, 16])
+    return gl.convert_layout(x, accumulator(16), assert_trivial=True)
 
 
 @gluon.jit
-def slice_products(qk, kk, gc_s, k2_s, q2_s, bk_s, steps, DELTA: gl.constexpr, layout: gl.constexpr):
+def unit_lower_inverse(l, r, s, narrow, wide, f_s, columns: gl.constexpr):
+    """(I + L)^-1 for a strictly lower L [C, C]: blocks of 16 by substitution, then of 32 and of 64, where the inverse
+    of [[A, 0], [M, B]] is [[A^-1, 0], [-B^-1 M A^-1, B^-1]].
+
+    Shared memory for what wgmma reads: narrow [4, C, 16] and wide [4, C, C / 2]; f_s float32 [16, C / 16, 16]. Between
+    two uses of the same memory every warp passes a barrier.
+    """
+    C: gl.constexpr = l.shape[0]
+    inside = r // 16 == s // 16
+    left_16 = (r // 32 == s // 32) & (r // 16 > s // 16)
+    left_32 = r // 32 > s // 32
+    high, low = split(column_block(l, left_16, 16))
+    put(high, low, narrow, 4)
+    high, low = split(column_block(l, left_32, C // 2))
+    put(high, low, wide, 2)
+    x = inverse_16(column_block(l, inside, 16), f_s, columns)
+    high, low = split(x)
+    put(high, low, narrow, 6)
+    ready()
+    high, low = split(product(in_columns(high, inside), in_columns(low, inside), narrow, 4))
+    y = product(in_columns(high, left_16), in_columns(low, left_16), narrow, 6)
+    x = in_columns(x, inside) - in_columns(y, left_16)  # in blocks of 32
+    high, low = split(x)
+    put(column_block(high, s < C // 2, C // 2), column_block(low, s < C // 2, C // 2), wide, 0)
+    high, low = split(product(high, low, wide, 2))
+    ready()
+    return x - in_columns(product(high, low, wide, 0), left_32)
+
+
+@gluon.jit
+def slice_products(qk, kk, gc_s, k2_s, q2_s, bk_s, E: gl.constexpr, DELTA: gl.constexpr, layout: gl.constexpr):
     """Q K^T * R' diag(beta) and K K^T * R diag(beta) [C, C]."""
     p = gl.zeros_like(qk)
     l = gl.zeros_like(qk)
-    for e in range(steps):
+    for e in range(E):
         row = gc_s.index(e).permute([1, 0]).load(layout)  # [C, 1]
         decay = gl.exp2(gl.minimum(row - gc_s.index(e).load(layout), 0.0))
         write = decay * bk_s.index(e).load(layout)
@@ -152,12 +162,12 @@ def masks_kernel(
     DELTA: gl.constexpr,
 ):  # fmt: skip
     NW: gl.constexpr = gl.num_warps()
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, C, 16])
+    layout: gl.constexpr = accumulator(C)
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    columns: gl.constexpr = gl.BlockedLayout([1, 1, 16], [2, 16, 1], [NW, 1, 1], [2, 1, 0])
     table: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [NW, 1], [1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    i_c = gl.program_id(0) // H  # heads of a chunk side by side: they share rows of memory
+    i_c = gl.program_id(0) // H
     i_h = gl.program_id(0) % H
     row0 = gl.load(p_ch + i_c * 3 + 1)
     rows = gl.load(p_ch + i_c * 3 + 2)
@@ -166,9 +176,9 @@ def masks_kernel(
     q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], d_q.layout)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], d_q.layout)
     tp_s = gl.allocate_shared_memory(gl.bfloat16, [2 * C, C], d_tp.layout)
-    a_s = reinterpret(q_s, gl.bfloat16, [2, C, C], tile)
-    c_s = reinterpret(k_s, gl.bfloat16, [2, C, C], tile)
-    d_s = reinterpret(tp_s, gl.bfloat16, [2, C, C], tile)
+    narrow = reinterpret(q_s, gl.bfloat16, [8, C, 16], NARROW)
+    f_s = reinterpret(q_s, gl.float32, [64, C // 16, 16], ROWS).slice(0, 16, 0)
+    wide = reinterpret(k_s, gl.bfloat16, [4, C, C // 2], WIDE)
     gc_s = gl.allocate_shared_memory(gl.float32, [E, 1, C], plain)
     k2_s = gl.allocate_shared_memory(gl.float32, [E, 1, C], plain)
     q2_s = gl.allocate_shared_memory(gl.float32, [E, 1, C], plain)
@@ -201,17 +211,15 @@ def masks_kernel(
         reinterpret(bk_s, gl.float32, [E, C], plain).store(k2 * gl.load(p_bt + i_hc * C + t)[None, :])
         tma.store_wait(0)
         barrier()  # and every warp has read q and k
-        steps = E
-        if E == 1:
-            steps = 1 + (rows >> 30)  # 1, but a loop to the compiler, which else needs many more registers
-        p, l = slice_products(qk, kk, gc_s, k2_s, q2_s, bk_s, steps, DELTA, layout)
+        p, l = slice_products(qk, kk, gc_s, k2_s, q2_s, bk_s, E, DELTA, layout)
+        p = to_bf16(p)
         inverse = gl.where(r == s, 1.0, 0.0)
         if DELTA:
-            inverse = unit_lower_inverse(l, r, s, a_s, c_s, d_s, zero, operand, C)
+            inverse = unit_lower_inverse(l, r, s, narrow, wide, f_s, columns)
         inverse = to_bf16(gl.where((r < rows) & (s < rows), inverse, 0.0))
         tp_s.slice(0, C, 0).store(inverse)
         ready()
-        pt = mma(gl.convert_layout(to_bf16(p), operand, assert_trivial=True), tp_s.slice(0, C, 0), zero,
+        pt = mma(gl.convert_layout(p, operand, assert_trivial=True), tp_s.slice(0, C, 0), zero,
                  use_acc=False, is_async=True)  # fmt: skip
         tp_s.slice(C, C, 0).store(to_bf16(mma_wait(0, deps=[pt])))
         ready()
