@@ -38,7 +38,10 @@ SOFTMAX = (*SDPA, "flex_attention")
 OPS = {"fla": "fla.ops.gated_delta_rule", "flashqla": "flash_qla"}  # a peer's op and the module that brings it
 IMPLEMENTATIONS = ("triadic", *OPS, "fla_layer", *SOFTMAX)
 LEAD = 20_000_000  # clock cycles, about 10 ms: a layer is many launches, and the GPU is not to wait for them
-ERRORS = (ImportError, RuntimeError, ValueError, NotImplementedError)  # out of memory is a RuntimeError
+ERRORS = {  # what a row records instead of figures: a peer may be absent or refuse; ours may only be too large
+    True: (ImportError, RuntimeError, ValueError, NotImplementedError),
+    False: (torch.cuda.OutOfMemoryError,),
+}
 SAME = ("what", "B", "T", "pass", "compiled")  # rows that agree in these are divided by each other
 OVER = {  # name in a row of ours -> the rows whose fastest is the divisor
     "over_e1": lambda row: row["impl"] == "triadic" and row["E"] == 1,
@@ -158,9 +161,10 @@ def describe(what, impl, E, T, a):
 def measure(what, impl, E, T, a):
     """A row for each pass."""
     rows = [describe(what, impl, E, T, a) | {"pass": which} for which in a.passes]
+    recorded = ERRORS[impl != "triadic"]
     try:
         made = make_step(what, impl, E, T, a)
-    except ERRORS as error:
+    except recorded as error:
         return [row | failure(error) for row in rows]
     for i, row in enumerate(rows):
         call = partial(PASSES[row["pass"]], *made)
@@ -168,7 +172,7 @@ def measure(what, impl, E, T, a):
             with surroundings(impl):
                 call()
                 rows[i] = row | figures(call, a)
-        except ERRORS as error:
+        except recorded as error:
             rows[i] = row | failure(error)
     return rows
 
