@@ -171,6 +171,7 @@ def stand_in() -> dict[str, types.ModuleType]:
         cast=lambda x, dtype: tile(torch.as_tensor(x)).to(dtype),
         where=lambda condition, x, y: tile(torch.where(torch.as_tensor(condition), x, y)),
         sum=lambda x, axis: x.sum(axis),
+        exp=lambda x: x.exp(),
         exp2=lambda x: x.exp2(),
         minimum=lambda x, y: x.clamp(max=y),
         inline_asm_elementwise=inline_asm_elementwise,
