@@ -3,10 +3,10 @@
 
 The mathematics and the letters of decode.py. A tile is all E x K rows of BV columns of a state, 64 KiB. One program
 per multiprocessor takes tile after tile: TMA brings the next two while one is in registers, from where it goes back to
-its place in shared memory and, by TMA again, to memory. So loads and stores never wait for one another, which plain
-Triton's loads into registers do once a program. On an H200 the state moves at 0.86 to 0.92 of a copy's speed in float32
-(decode.py: 0.80 to 0.86) and at 0.69 to 0.84 in bfloat16 (0.63 to 0.68) from 16 sequences of 16 heads on; below E = 8
-decode.py was mostly the faster one.
+its place in shared memory and, by TMA again, to memory. So loads and stores never wait for one another. On an H200, 16
+heads, from 16 sequences on, a state moves at 0.86 to 0.92 of a copy's speed in float32 (decode.py: 0.80 to 0.86) and at
+0.69 to 0.84 in bfloat16 (0.62 to 0.68); of one sequence at 0.57 (0.56) and 0.30 (0.33). Below E = 8 decode.py was
+mostly the faster one.
 """
 
 import torch
@@ -20,7 +20,7 @@ from .launch import aligned, bound, current
 
 D = 128  # K and V
 ROWS = 256  # of a tile that one TMA moves: the most it can
-STAGES = 3  # tiles in shared memory; with two, a tile would wait for the store of the one before it
+STAGES = 3  # tiles in shared memory; two were slower
 # (E, bytes of a state entry) -> columns and warps of a program, measured fastest on an H200. A thread holds 128 words
 # of the state in float32; in bfloat16 as many would be 256 once they are float32, more than its registers.
 TILES = {(8, 4): (16, 4), (8, 2): (32, 8)}
