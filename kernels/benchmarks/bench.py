@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-CLOCK_LEAD = 200_000  # clock cycles, about 0.1 ms
+LEAD = 20_000_000  # clock cycles, about 10 ms: more than the host needs for a call, even after a rest
+CLOCK = 2_000_000  # clock cycles, about 1 ms
 PACKAGES = ("torch", "triton", "fla-core", "flash-qla")
 
 
@@ -85,15 +86,10 @@ def forward_backward(f, x, backend):
 PASSES = {"fwd": forward, "fwdbwd": forward_backward}
 
 
-def median_ms(call, repeats, lead=2_000_000, rest=0.0):
-    """Median over repeats of the time of one call (see `timed`)."""
-    return timed(call, repeats, lead, rest)[0]
-
-
-def timed(call, repeats, lead=2_000_000, rest=0.0):
+def timed(call, repeats, rest=0.0):
     """(ms, MHz): medians over repeats of the time of one call and of the multiprocessors' clock just before and after.
 
-    L2 is flushed before each call, and the host is `lead` clock cycles ahead, which tell the clock. The GPU rests for
+    L2 is flushed before each call, and the host is LEAD clock cycles ahead, which tell the clock. The GPU rests for
     `rest` seconds before each: calls of 10 ms and more, one after the other, drive an H200 to its power limit within a
     second, and then down from 1980 to 1600 MHz.
     """
@@ -108,15 +104,15 @@ def timed(call, repeats, lead=2_000_000, rest=0.0):
             time.sleep(rest)
         flush.zero_()
         before.record()
-        torch.cuda._sleep(lead)  # by default about 1 ms
+        torch.cuda._sleep(LEAD)
         start.record()
         call()
         end.record()
-        torch.cuda._sleep(CLOCK_LEAD)
+        torch.cuda._sleep(CLOCK)
         after.record()
     torch.cuda.synchronize()
-    middle, clocks = repeats // 2, [lead / b.elapsed_time(s) / 1e3 for b, s, _, _ in events]
-    clocks += [CLOCK_LEAD / e.elapsed_time(a) / 1e3 for _, _, e, a in events]
+    middle, clocks = repeats // 2, [LEAD / b.elapsed_time(s) / 1e3 for b, s, _, _ in events]
+    clocks += [CLOCK / e.elapsed_time(a) / 1e3 for _, _, e, a in events]
     return sorted(s.elapsed_time(e) for _, s, e, _ in events)[middle], round(sorted(clocks)[repeats])
 
 
@@ -164,7 +160,7 @@ def measure(impl, B, T, E, which, a):
         call()
     except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
         return row | dict(error=f"{type(error).__name__}: {error}"[:300])
-    ms, sm_mhz = timed(call, a.repeats, rest=a.rest)
+    ms, sm_mhz = timed(call, a.repeats, a.rest)
     row |= dict(
         ms=round(ms, 4), sm_mhz=sm_mhz, rest=a.rest, peak_gib=round(peak_gib(call), 3), host_ms=round(host_ms(call), 3)
     )
