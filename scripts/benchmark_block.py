@@ -37,7 +37,6 @@ SDPA = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN
 SOFTMAX = (*SDPA, "flex_attention")
 OPS = {"fla": "fla.ops.gated_delta_rule", "flashqla": "flash_qla"}  # a peer's op and the module that brings it
 IMPLEMENTATIONS = ("triadic", *OPS, "fla_layer", *SOFTMAX)
-LEAD = 20_000_000  # clock cycles, about 10 ms: a layer is many launches, and the GPU is not to wait for them
 ERRORS = {  # what a row records instead of figures: a peer may be absent or refuse; ours may only be too large
     True: (ImportError, RuntimeError, ValueError, NotImplementedError),
     False: (torch.cuda.OutOfMemoryError,),
@@ -178,8 +177,11 @@ def measure(what, impl, E, T, a):
 
 
 def figures(call, a):
+    ms, sm_mhz = bench.timed(call, a.repeats, a.rest)
     found = dict(
-        ms=round(bench.median_ms(call, a.repeats, LEAD), 4),
+        ms=round(ms, 4),
+        sm_mhz=sm_mhz,
+        rest=a.rest,
         peak_gib=round(bench.peak_gib(call), 3),
         host_ms=round(bench.host_ms(call, repeats=5), 3),
     )
@@ -232,8 +234,11 @@ def arguments():
     parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=list(PASSES))
     parser.add_argument("--impl", nargs="+", default=list(IMPLEMENTATIONS), choices=IMPLEMENTATIONS)
     parser.add_argument("--compile", action="store_true", help="layers under torch.compile, as run.torch_compile does")
-    parser.add_argument("--fused-inputs", action="store_true", help="linear_fused_inputs of the config")
+    parser.add_argument(
+        "--fused-inputs", action=argparse.BooleanOptionalAction, default=True, help="linear_fused_inputs of the config"
+    )
     parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--rest", type=float, default=0.05, help="seconds before each call; 0: at the power limit")
     parser.add_argument("--profile", action="store_true", help="add time per kernel")
     parser.add_argument("--commit", help="where the repository's history is not at hand")
     parser.add_argument("--out", help="result file; default kernels/benchmarks/results/block_<gpu>_<date>.json")

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+LEAD = 20_000_000  # clock cycles, about 10 ms: more than the host needs for a call, even after a rest
+CLOCK = 2_000_000  # clock cycles, about 1 ms
 PACKAGES = ("torch", "triton", "fla-core", "flash-qla")
 
 
@@ -84,21 +86,34 @@ def forward_backward(f, x, backend):
 PASSES = {"fwd": forward, "fwdbwd": forward_backward}
 
 
-def median_ms(call, repeats, lead=2_000_000):
-    """Median over repeats of the time of one call, L2 flushed before each, the host `lead` clock cycles ahead."""
+def timed(call, repeats, rest=0.0):
+    """(ms, MHz): medians over repeats of the time of one call and of the multiprocessors' clock just before and after.
+
+    L2 is flushed before each call, and the host is LEAD clock cycles ahead, which tell the clock. The GPU rests for
+    `rest` seconds before each: calls of 10 ms and more, one after the other, drive an H200 to its power limit within a
+    second, and then down from 1980 to 1600 MHz.
+    """
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     for _ in range(2):
         call()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(4)] for _ in range(repeats)]
     torch.cuda.synchronize()
-    for start, end in events:
+    for before, start, end, after in events:
+        if rest:
+            torch.cuda.synchronize()
+            time.sleep(rest)
         flush.zero_()
-        torch.cuda._sleep(lead)  # by default about 1 ms
+        before.record()
+        torch.cuda._sleep(LEAD)
         start.record()
         call()
         end.record()
+        torch.cuda._sleep(CLOCK)
+        after.record()
     torch.cuda.synchronize()
-    return sorted(start.elapsed_time(end) for start, end in events)[repeats // 2]
+    middle, clocks = repeats // 2, [LEAD / b.elapsed_time(s) / 1e3 for b, s, _, _ in events]
+    clocks += [CLOCK / e.elapsed_time(a) / 1e3 for _, _, e, a in events]
+    return sorted(s.elapsed_time(e) for _, s, e, _ in events)[middle], round(sorted(clocks)[repeats])
 
 
 def host_ms(call, repeats=20):
@@ -145,8 +160,9 @@ def measure(impl, B, T, E, which, a):
         call()
     except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
         return row | dict(error=f"{type(error).__name__}: {error}"[:300])
+    ms, sm_mhz = timed(call, a.repeats, a.rest)
     row |= dict(
-        ms=round(median_ms(call, a.repeats), 4), peak_gib=round(peak_gib(call), 3), host_ms=round(host_ms(call), 3)
+        ms=round(ms, 4), sm_mhz=sm_mhz, rest=a.rest, peak_gib=round(peak_gib(call), 3), host_ms=round(host_ms(call), 3)
     )
     return row | (dict(kernels=kernels_ms(call)) if a.profile else {})
 
@@ -193,6 +209,7 @@ def main():
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--segment-size", type=int, help="of chunk_triadic: less memory for more time")
     parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--rest", type=float, default=0.05, help="seconds before each call; 0: at the power limit")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--commit", help="where the repository's history is not at hand")
     parser.add_argument("--out", help="result file; default results/op_<gpu>_<date>.json beside this program")

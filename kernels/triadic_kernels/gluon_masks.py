@@ -2,8 +2,8 @@
 
 One program per (chunk, key head). R and R' are summed slice by slice in the registers of Q K^T and K K^T, with the
 exponent held at 0 above the diagonal, where these are zero. The inverse is found in blocks of 16 by substitution in
-float32, then merged twice by products whose factors are bfloat16 pairs (the number, and what rounding left of it): three
-products each, exact to about 2^-16 of the factors. (With keys all alike and beta near 2 it is good to 2e-4.)
+float32, then merged twice by products whose factors are bfloat16 pairs (the number, and what rounding left of it):
+three products each, exact to about 2^-16 of the factors. (With keys all alike and beta near 2 it is good to 2e-4.)
 """
 
 from triton.experimental import gluon

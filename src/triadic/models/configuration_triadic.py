@@ -97,7 +97,7 @@ class TriadicConfig(PreTrainedConfig):
         linear_state_dtype: "float32" | "bfloat16", what a cache keeps states in; bfloat16 halves the memory, and the
             state is rounded at every step.
         linear_fused_inputs: q, k, v, q' and k' from one kernel on a GPU (`conv_features`) instead of single operations,
-            where nothing is cached. Off: the kernel is tested in Triton's interpreter and was not run on a GPU yet.
+            where nothing is cached (README of kernels/ has the times).
         output_gate_activation, output_gate_rank: gate on the read-out; null rank means a full projection.
 
     Raises:
@@ -155,7 +155,7 @@ class TriadicConfig(PreTrainedConfig):
     output_gate_activation: str = "sigmoid"
     output_gate_rank: int | None = 128
     linear_state_dtype: str = "float32"
-    linear_fused_inputs: bool = False
+    linear_fused_inputs: bool = True
 
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
