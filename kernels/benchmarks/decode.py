@@ -4,8 +4,9 @@
 
 A step reads and writes every state once; tbps counts these bytes alone, of_copy divides by what a large copy on the
 device reaches in the same run. As in a model, every call of a CUDA graph has a state of its own and finds the L2 cache
-cold. host_ms is the time to issue one call without a graph. A peer that cannot run here leaves a row that says why.
---tiles 8x4 16x8 tries those columns and warps of a program instead of the shipped table.
+cold. host_ms is the time to issue one call without a graph. A peer or back end that cannot run leaves a row that says
+why. --backend gluon_hopper triton times both; a row names the one that ran. --backend triton --tiles 8x4 16x8 tries
+those columns and warps of a program instead of the shipped table.
 """
 
 import argparse
@@ -37,13 +38,22 @@ def inputs(B, H, D, E, T):
     )
 
 
-def triadic(x, state, mixer):
+def triadic(x, state, mixer, backend):
     from triadic_kernels import recurrent_triadic
 
-    return recurrent_triadic(**x, initial_state=state, delta_rule=mixer == "gdn", inplace_state=True, backend="triton")
+    return recurrent_triadic(**x, initial_state=state, delta_rule=mixer == "gdn", inplace_state=True, backend=backend)
 
 
-def fla(x, state, mixer):
+def selected(x, state, mixer):
+    """The back end that "auto" takes for this call."""
+    from triadic_kernels import explain
+
+    call = dict(initial_state=state, delta_rule=mixer == "gdn", output_final_state=True, recurrent=True)
+    lines = explain(**x, **call).splitlines()
+    return next(line.split(":")[0] for line in lines if line.endswith(": selected"))
+
+
+def fla(x, state, mixer, backend):
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 
     q, k, v, g, beta = (x[name] for name in ("q", "k", "v", "g", "beta"))
@@ -96,20 +106,23 @@ def choose(tile):
     decode.tile = SHIPPED["tile"] if tile == "shipped" else lambda *_: tuple(map(int, tile.split("x")))
 
 
-def measure(impl, mixer, B, E, state, tile, a, copy):
+def measure(impl, mixer, B, E, state, backend, tile, a, copy):
     """One row of the result file."""
     from triton.runtime.errors import OutOfResources
 
-    row = dict(what="decode", impl=impl, mixer=mixer, H=a.H, K=a.D, V=a.D, E=E, B=B, T=a.T, state=state, tile=tile)
+    row = dict(what="decode", impl=impl, backend=backend, mixer=mixer, H=a.H, K=a.D, V=a.D, E=E, B=B, T=a.T)
+    row |= dict(state=state, tile=tile)
     try:
         dtype = getattr(torch, state)
         first = torch.randn(B, a.H, E, a.D, a.D, device="cuda").to(dtype)
         count = max(2, min(64, ROTATE_BYTES // first.nbytes))
         states = [first, *(first.clone() for _ in range(count - 1))]
         x = inputs(B, a.H, a.D, E, a.T)
-        if tile is not None:
+        if backend == "auto":
+            row["backend"] = backend = selected(x, first, mixer)
+        if backend == "triton":
             choose(tile)
-        calls = [partial(IMPLEMENTATIONS[impl], x, s, mixer) for s in states]
+        calls = [partial(IMPLEMENTATIONS[impl], x, s, mixer, backend) for s in states]
         calls[0]()
         ms = graph_ms(calls, a.repeats)
         host = host_ms(calls[0])
@@ -120,6 +133,8 @@ def measure(impl, mixer, B, E, state, tile, a, copy):
 
 
 def main():
+    from triadic_kernels.dispatch import RECURRENT
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--B", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--E", type=int, nargs="+", default=[1, 2, 4, 8, 16])
@@ -129,11 +144,14 @@ def main():
     parser.add_argument("--state", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--mixer", nargs="+", default=["gdn"], choices=["gdn", "sgla"])
     parser.add_argument("--impl", nargs="+", default=["triadic", "fla"], choices=list(IMPLEMENTATIONS))
-    parser.add_argument("--tiles", nargs="+", default=["shipped"], help="COLUMNSxWARPS")
+    parser.add_argument("--backend", nargs="+", default=["auto"], choices=["auto", *RECURRENT], help="of the op")
+    parser.add_argument("--tiles", nargs="+", default=["shipped"], help="COLUMNSxWARPS, of --backend triton")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--commit", help="where the repository's history is not at hand")
     parser.add_argument("--out", help="result file; default results/decode_<gpu>_<date>.json beside this program")
     a = parser.parse_args()
+    if a.tiles != ["shipped"] and a.backend != ["triton"]:
+        parser.error("--tiles are those of decode.py; add --backend triton")
     need_gpu()
     copy = copy_tbps(a.repeats)
     result = header(a.commit) | dict(copy_tbps=round(copy, 3), rows=[])
@@ -141,8 +159,9 @@ def main():
     gpu = result["gpu"].replace("NVIDIA ", "").replace(" ", "-").lower()
     path = Path(a.out or Path(__file__).parent / "results" / f"decode_{gpu}_{result['date']}.json")
     path.parent.mkdir(exist_ok=True)
-    ours = itertools.product(["triadic"], a.mixer, a.B, a.E, a.state, a.tiles)
-    peers = itertools.product([impl for impl in a.impl if impl != "triadic"], ["gdn"], a.B, [1], ["float32"], [None])
+    ours = itertools.product(["triadic"], a.mixer, a.B, a.E, a.state, a.backend, a.tiles)
+    others = [impl for impl in a.impl if impl != "triadic"]
+    peers = itertools.product(others, ["gdn"], a.B, [1], ["float32"], [None], [None])
     for case in [*(ours if "triadic" in a.impl else ()), *peers]:
         result["rows"].append(measure(*case, a, copy))
         print(json.dumps(result["rows"][-1]), flush=True)

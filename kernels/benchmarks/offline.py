@@ -121,14 +121,21 @@ def run_backend(backend, p):
 
 
 def run_recurrent(backend, p, states):
-    """One decoding step, and several tokens of packed sequences, of problem p with states of these dtypes in place."""
+    """One decoding step, and where the back end takes that too several tokens of packed sequences, of problem p with
+    states of these dtypes in place.
+    """
     for T, state in itertools.product((1, 4), states):
-        p = p._replace(T=T, varlen=T > 1)
+        p = p._replace(T=T, varlen=T > 1, state=getattr(torch, state), output_final=True)
+        reason = backend.unsupported(p)
+        if reason and T > 1:
+            continue
+        if reason:
+            raise SystemExit(f"E={p.E}: {reason}")
         q, k = (torch.empty(p.B, T, p.H, p.K, dtype=p.dtype) for _ in range(2))
         v = torch.empty(p.B, T, p.HV, p.V, dtype=p.dtype)
         q2, k2 = (torch.empty(p.B, T, p.H, p.E) for _ in range(2))
         g, beta = torch.empty(p.B, T, p.HV, p.E), torch.empty(p.B, T, p.HV)
-        h0 = torch.empty(p.N, p.HV, p.E, p.K, p.V, dtype=getattr(torch, state))
+        h0 = torch.empty(p.N, p.HV, p.E, p.K, p.V, dtype=p.state)
         cu_seqlens = torch.tensor([0, T]) if p.varlen else None
         backend.recurrent(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, h0)
 
@@ -171,9 +178,9 @@ def main():
         p = dispatch.Problem(
             B=1, T=256, H=2, HV=2 * a.group, K=a.K, V=a.V, E=E, N=1, dtype=getattr(torch, a.dtype), device_type="cuda",
             capability=divmod(a.arch, 10), delta_rule=not a.linear, scale=a.K**-0.5, has_q2=True, gate="slice",
-            has_beta=True, has_initial=False, output_final=False, varlen=False,
+            has_beta=True, state=None, output_final=False, varlen=False,
         )  # fmt: skip
-        if reason := None if a.features else backend.unsupported(p):
+        if reason := None if a.features or a.recurrent else backend.unsupported(p):
             raise SystemExit(f"{a.backend} with E={E}: {reason}")
         done = len(compiled)
         if a.features:

@@ -129,11 +129,11 @@ def recurrent(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, ht=None):
     if ht is not None and aligned(ht) is not ht:
         o, state = recurrent(p._replace(output_final=True), q, k, v, q2, k2, g, beta, h0, cu_seqlens)
         return o, ht.copy_(state)
-    o, state = torch.empty_like(v), torch.float32 if h0 is None else h0.dtype
+    o, state = torch.empty_like(v), p.state or torch.float32
     if ht is None and p.output_final:
         ht = q.new_empty((p.N, p.HV, p.E, p.K, p.V), dtype=state)
     columns, warps = tile(p.E, p.K, p.V, state.itemsize)
-    types = state, ht is None, None if cu_seqlens is None else cu_seqlens.dtype
+    types = ht is None, None if cu_seqlens is None else cu_seqlens.dtype
     run = step(p, q.device, columns, warps, p.T == 1, *types)
     inputs = (aligned(x) for x in (q, k, v, q2, k2, g, beta, h0))
     with current(q.device):

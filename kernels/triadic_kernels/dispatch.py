@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 
 # name that the caller writes -> module beside this file, best first
 CHUNK = {"gluon_hopper": "gluon_hopper", "triton": "triton_chunk", "torch": "reference"}
-RECURRENT = {"triton": "decode", "torch": "reference"}
+RECURRENT = {"gluon_hopper": "gluon_decode", "triton": "decode", "torch": "reference"}
 
 _loaded = {}  # module name -> module, or the ImportError as text
 _capabilities = {}  # CUDA device -> compute capability
@@ -54,10 +54,14 @@ class Problem(NamedTuple):
     has_q2: bool
     gate: str | None  # "slice": g is [B, T, HV, E]; "head": [B, T, HV]
     has_beta: bool
-    has_initial: bool
+    state: torch.dtype | None  # of the initial state; None: there is none
     output_final: bool
     varlen: bool
     needs_grad: bool = False  # a recurrent call that autograd follows
+
+    @property
+    def has_initial(self) -> bool:
+        return self.state is not None
 
     @property
     def kind(self) -> tuple:
@@ -95,7 +99,7 @@ def problem(
         has_q2=q2 is not None,
         gate=None if g is None else ("slice" if g.ndim == 4 else "head"),
         has_beta=beta is not None,
-        has_initial=h0 is not None,
+        state=None if h0 is None else h0.dtype,
         output_final=output_final,
         varlen=cu_seqlens is not None,
         needs_grad=needs_grad,
@@ -136,28 +140,29 @@ def select(name: str, p: Problem, table: dict[str, str] = CHUNK):
     return load(table[name])
 
 
-def run(name: str, p: Problem, method: str, *arguments):
+def run(name: str, p: Problem, method: str, *arguments, table: dict[str, str] = CHUNK):
     """Call `method` of the back end that `select` gives.
 
     Where that is "auto"'s choice and Triton cannot compile or start it, the next able one that keeps the same tensors
-    takes its place for good, and a warning says so.
+    (for a backward) takes its place for good, and a warning says so.
     """
-    module = select(name, p)
+    module = select(name, p, table)
     try:
         return getattr(module, method)(p, *arguments)
     except Exception as error:
         if name != "auto" or not any(c.__module__.split(".")[0] == "triton" for c in type(error).__mro__):
             raise
-        row = next((row for row, file in CHUNK.items() if _loaded.get(file) is module), None)
+        row = next((row for row, file in table.items() if _loaded.get(file) is module), None)
         if row is None:  # another thread has met it first
-            return run(name, p, method, *arguments)
+            return run(name, p, method, *arguments, table=table)
         lines = str(error).strip().splitlines()
-        _loaded[CHUNK[row]] = f"does not compile here ({lines[-1] if lines else type(error).__name__})"
-        other = select(name, p)
-        if getattr(other, "saved_like", None) is not getattr(module, "saved_like", module):
-            _loaded[CHUNK[row]] = module
+        _loaded[table[row]] = f"does not compile here ({lines[-1] if lines else type(error).__name__})"
+        other = select(name, p, table)
+        if getattr(other, "saved_like", None) is not getattr(module, "saved_like", None):
+            _loaded[table[row]] = module
             raise
-        warnings.warn(f"{row}: {_loaded[CHUNK[row]]}; a slower back end runs in its place.\n{report(p)}", stacklevel=2)
+        message = f"{row}: {_loaded[table[row]]}; a slower back end runs in its place.\n{report(p, table)}"
+        warnings.warn(message, stacklevel=2)
         return getattr(other, method)(p, *arguments)
 
 

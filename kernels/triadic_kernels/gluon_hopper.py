@@ -4,14 +4,11 @@ Tiles are loaded whole, so a token that is not finite (q, k, v or gradient) reac
 packed before its own, through zero times infinity; finite tokens never do.
 """
 
-from functools import lru_cache
-
 import torch
-import triton
 
 from . import gluon_forward, gluon_mask_gradients, gluon_masks, gluon_reverse, gluon_state_gradients, triton_chunk
 from .chunks import CHUNK as C
-from .gluon_compat import descriptor
+from .gluon_compat import descriptor, processors
 from .launch import bound
 from .triton_chunk import count, padded
 
@@ -137,11 +134,6 @@ def reverse(p, q, k, do, t, dstate, dw, dh):
         descriptor(dw, *values), descriptor(dh, *of_states(p, NC)),
         t.dec, t.chunks, t.sequences, t.order, dstate, dw, NC,
     )  # fmt: skip
-
-
-@lru_cache
-def processors(device_index: int) -> int:
-    return triton.runtime.driver.active.utils.get_device_properties(device_index)["multiprocessor_count"]
 
 
 def state_gradients(p, q, k, do, y, dw, h, dh, t):

@@ -6,7 +6,7 @@ Legend: B batch, T time, H key heads, HV value heads, K and V key and value size
 import torch
 from torch import Tensor
 
-from .dispatch import RECURRENT, directly, has_tangent, plain, problem, select
+from .dispatch import RECURRENT, directly, has_tangent, plain, problem, run, select
 from .op import NAMESPACE, _check_arguments, _check_values, _full_precision, _op, dense
 from .reference import l2norm
 
@@ -83,7 +83,7 @@ def _recurrent(q, k, v, q2, k2, g, beta, h0, cu_seqlens, scale, delta_rule, outp
     _check_values(g, cu_seqlens, q.shape[1], check)
     p = problem(q, k, v, q2, g, beta, h0, cu_seqlens, scale=scale, delta_rule=delta_rule, output_final=output_final)
     with _full_precision(p.device_type):
-        return select(backend, p, RECURRENT).recurrent(p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, ht)
+        return run(backend, p, "recurrent", q, k, v, q2, k2, g, beta, h0, cu_seqlens, ht, table=RECURRENT)
 
 
 def _step(

@@ -4,8 +4,10 @@ Registers are torch tensors without layouts, a program runs alone from start to 
 which says what faults it sees. Not seen: what the layouts do (Triton checks those when it compiles).
 
     TRITON_INTERPRET=1 python tests/kernels/gluon_emulator.py hopper
+    TRITON_INTERPRET=1 python tests/kernels/gluon_emulator.py hopper --recurrent
 
-The cases and the judgement are triton_cases.py's; kernel 1, plain Triton, runs in Triton's interpreter.
+The cases and the judgement are triton_cases.py's, with --recurrent decode_cases.py's; kernel 1, plain Triton, runs in
+Triton's interpreter.
 """
 
 import inspect
@@ -171,6 +173,7 @@ def stand_in() -> dict[str, types.ModuleType]:
         cast=lambda x, dtype: tile(torch.as_tensor(x)).to(dtype),
         where=lambda condition, x, y: tile(torch.where(torch.as_tensor(condition), x, y)),
         sum=lambda x, axis: x.sum(axis),
+        exp=lambda x: x.exp(),
         exp2=lambda x: x.exp2(),
         minimum=lambda x, y: x.clamp(max=y),
         inline_asm_elementwise=inline_asm_elementwise,
@@ -202,19 +205,26 @@ def stand_in() -> dict[str, types.ModuleType]:
 
 
 def main():
+    import decode_cases
     import triton_cases
-    from triadic_kernels import dispatch
+    from triadic_kernels import dispatch, recurrent
 
     stands = stand_in()
     sys.modules.update(stands)
-    from triadic_kernels import gluon_hopper
+    from triadic_kernels import gluon_decode, gluon_hopper
 
     for name in stands:  # Triton's interpreter needs the real ones
         del sys.modules[name]
     real = dispatch.problem
-    dispatch.problem = lambda *a, **k: real(*a, **k)._replace(device_type="cuda", capability=(9, 0))
-    gluon_hopper.processors = lambda device_index: 3
-    triton_cases.main()
+    for module in (dispatch, recurrent):
+        module.problem = lambda *a, **k: real(*a, **k)._replace(device_type="cuda", capability=(9, 0))
+    for module in (gluon_hopper, gluon_decode):
+        module.processors = lambda device_index: 3
+    if "--recurrent" in sys.argv:
+        sys.argv.remove("--recurrent")
+        decode_cases.main()
+    else:
+        triton_cases.main()
 
 
 if __name__ == "__main__":

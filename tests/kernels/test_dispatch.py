@@ -14,23 +14,28 @@ def fake(reason, marker=None):
     def forward(p, q, k, v, *_):
         return torch.full_like(v, marker), None, []
 
-    return types.SimpleNamespace(unsupported=lambda p: reason, forward=forward)
+    def recurrent(p, q, k, v, *_):
+        return torch.full_like(v, marker), None
+
+    return types.SimpleNamespace(unsupported=lambda p: reason, forward=forward, recurrent=recurrent)
 
 
 @pytest.fixture
 def table():
-    """Replace the rows of `dispatch.CHUNK` by these modules, or texts of failed imports."""
-    rows, loaded = dict(dispatch.CHUNK), dict(dispatch._loaded)
+    """Replace the rows of both tables by these modules, or texts of failed imports."""
+    tables = (dispatch.CHUNK, dispatch.RECURRENT, dispatch._loaded)
+    before = [dict(whole) for whole in tables]
 
     def install(**backends):
-        dispatch.CHUNK.clear()
-        dispatch.CHUNK.update({name: f"fake_{name}" for name in backends})
+        for whole in tables[:2]:
+            whole.clear()
+            whole.update({name: f"fake_{name}" for name in backends})
         dispatch._loaded.update({f"fake_{name}": backend for name, backend in backends.items()})
 
     yield install
-    for whole, before in ((dispatch.CHUNK, rows), (dispatch._loaded, loaded)):
+    for whole, rows in zip(tables, before, strict=True):
         whole.clear()
-        whole.update(before)
+        whole.update(rows)
 
 
 def test_auto_takes_the_first_that_can(table, inputs):
@@ -63,19 +68,24 @@ class CompilationError(Exception):
 
 
 def broken(saved_like):
-    def forward(*_):
+    def fail(*_):
         raise CompilationError("at 12:3:\nname is gone")
 
-    return types.SimpleNamespace(unsupported=lambda p: None, forward=forward, saved_like=saved_like)
+    return types.SimpleNamespace(unsupported=lambda p: None, forward=fail, recurrent=fail, saved_like=saved_like)
 
 
-def test_what_does_not_compile_gives_way_and_says_so_once(table, inputs, recwarn):
-    kept = object()
-    table(a=broken(kept), b=types.SimpleNamespace(**vars(fake(None, 1.0)), saved_like=kept))
+@pytest.mark.parametrize("op", [chunk_triadic, recurrent_triadic])
+def test_what_does_not_compile_gives_way_and_says_so_once(op, table, inputs, recwarn):
+    a, b = broken(object()), fake(None, 1.0)
+    if op is chunk_triadic:
+        b.saved_like = a.saved_like
+    else:
+        del a.saved_like  # a decoding step keeps nothing
+    table(a=a, b=b)
     x = inputs()
     with torch.no_grad():
         for _ in range(2):
-            assert (chunk_triadic(**x)[0] == 1.0).all()
+            assert (op(**x)[0] == 1.0).all()
     message = r"a: does not compile here \(name is gone\); a slower back end runs in its place"
     assert [bool(re.match(message, str(w.message))) for w in recwarn] == [True]
     assert explain(**x).splitlines() == ["a: does not compile here (name is gone)", "b: selected"]
@@ -195,6 +205,6 @@ def test_problem_describes_the_call(inputs):
     p = dispatch.problem(*given, torch.tensor([0, 4, 9]), scale=0.5, delta_rule=False, output_final=True)
     assert p == dispatch.Problem(
         B=1, T=9, H=2, HV=4, K=5, V=7, E=3, N=2, dtype=torch.float32, device_type="cpu", capability=None,
-        delta_rule=False, scale=0.5, has_q2=True, gate="head", has_beta=False, has_initial=True, output_final=True,
+        delta_rule=False, scale=0.5, has_q2=True, gate="head", has_beta=False, state=torch.float32, output_final=True,
         varlen=True,
     )  # fmt: skip

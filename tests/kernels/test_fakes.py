@@ -80,16 +80,18 @@ def test_chunks(row, packed, states, changes, inputs, back_end):
     assert own_memory(gradients, [*tensors, *saved, do, dht])
 
 
-@pytest.mark.parametrize(("packed", "states"), itertools.product([False, True], repeat=2))
-@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize(
+    ("row", "packed", "states", "final"),
+    [*itertools.product(["triton"], *[[False, True]] * 3), ("gluon_hopper", False, True, True)],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps(packed, states, final, dtype, inputs, back_end):
+def test_steps(row, packed, states, final, dtype, inputs, back_end):
     """States in both dtypes, new ones and in place."""
-    back_end(dispatch.RECURRENT["triton"])
-    x = inputs(**SIZES | {"T": 4}, B=1 if packed else 2, states=2 if states else None)
+    back_end(dispatch.RECURRENT[row])
+    x = inputs(**SIZES | {"T": 4 if row == "triton" else 1}, B=1 if packed else 2, states=2 if states else None)
     x["initial_state"] = x["initial_state"].to(dtype) if states else None
     tensors = [*(gaps(x[name]) for name in NAMES), torch.tensor([0, 1, 4]) if packed else None]
-    options = (0.5, True, final, "triton", False)
+    options = (0.5, True, final, row, False)
     outputs = torch.ops.triadic_kernels.recurrent_step(*tensors, *options)
     assert described(outputs) == promised(torch.ops.triadic_kernels.recurrent_step, tensors, *options)
     assert own_memory(outputs, tensors)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triadic_kernels import chunk_triadic, dispatch, gluon_compat, launch, op, triton_chunk
+from triadic_kernels import chunk_triadic, decode, dispatch, gluon_compat, launch, op, triton_chunk
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
@@ -21,7 +21,7 @@ offline = importlib.import_module("offline")
 CPU = torch.device("cpu")
 SMALL = dispatch.Problem(
     B=1, T=70, N=1, scale=0.25, H=1, HV=2, K=16, V=16, E=1, dtype=torch.bfloat16, device_type="cuda",
-    capability=(9, 0), delta_rule=True, has_q2=True, gate="slice", has_beta=True, has_initial=False,
+    capability=(9, 0), delta_rule=True, has_q2=True, gate="slice", has_beta=True, state=None,
     output_final=False, varlen=False,
 )  # fmt: skip
 
@@ -128,14 +128,30 @@ def test_back_ends_launch_again_what_triton_launched(backend, recorder, started,
         offline.run_backend(module, p._replace(**change))
 
 
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+def test_steps_launch_again_what_triton_launched(state, recorder, started, monkeypatch):
+    """Of the Gluon kernel: one program per multiprocessor and no more than tiles, whatever the batch."""
+    module, p = dispatch.load(dispatch.RECURRENT["gluon_hopper"]), SMALL._replace(K=128, V=128, E=8)
+    offline.run_recurrent(module, p, [state])
+    monkeypatch.setattr(triton.JITFunction, "run", None)
+    offline.run_recurrent(module, p, [state])
+    assert_same_starts(started[:1], started[1:])
+    for B in (3, 40):
+        offline.run_recurrent(module, p._replace(B=B, N=B), [state])
+    tiles = {"float32": 16, "bfloat16": 8}[state]  # of a sequence: two heads
+    assert [arguments[0] for _, arguments in started] == [min(B * tiles, 132) for B in (1, 1, 3, 40)]
+
+
 def test_kinds_of_problems_and_devices_share_no_launcher():
     changes = [
         dict(H=2), dict(HV=1), dict(K=32), dict(V=32), dict(E=2), dict(dtype=torch.float16), dict(delta_rule=False),
         dict(capability=(8, 0)), dict(has_q2=False), dict(gate="head"), dict(gate=None), dict(has_beta=False),
+        dict(state=torch.float32), dict(state=torch.bfloat16),
     ]  # fmt: skip
     problems = [SMALL, *(SMALL._replace(**change) for change in changes)]
     devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    for kernel, *flags in ((triton_chunk.gates, True), (triton_chunk.masks,), (triton_chunk.partial_gradients,)):
+    kernels = (triton_chunk.gates, True), (triton_chunk.masks,), (triton_chunk.partial_gradients,)
+    for kernel, *flags in (*kernels, (decode.step, 16, 4, True, False, None)):
         made = [kernel(p, device, *flags) for p, device in itertools.product(problems, devices)]
         assert len(set(map(id, made))) == len(made)
         assert kernel(SMALL._replace(B=4, T=9, N=4, scale=1.0), devices[1], *flags) is made[1]

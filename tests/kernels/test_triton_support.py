@@ -8,7 +8,7 @@ pytestmark = pytest.mark.triton
 
 HOPPER = dispatch.Problem(
     B=2, T=65, H=2, HV=4, K=128, V=128, E=8, N=2, dtype=torch.bfloat16, device_type="cuda", capability=(9, 0),
-    delta_rule=True, scale=0.1, has_q2=True, gate="slice", has_beta=True, has_initial=False, output_final=False,
+    delta_rule=True, scale=0.1, has_q2=True, gate="slice", has_beta=True, state=None, output_final=False,
     varlen=False,
 )  # fmt: skip
 
