@@ -8,7 +8,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import driver
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -42,12 +41,6 @@ def descriptor(x, shape, block, bits=16):
     d.base, d.shape, d.block_shape, d.layout = x, shape, block, tile_layout(block[-1], bits, len(block))
     d.strides = (shape[1], 1) if len(shape) == 2 else (shape[1] * shape[2], shape[2], 1)
     return d
-
-
-@lru_cache
-def processors(device_index: int) -> int:
-    """Multiprocessors of a device."""
-    return driver.active.utils.get_device_properties(device_index)["multiprocessor_count"]
 
 
 @gluon.jit

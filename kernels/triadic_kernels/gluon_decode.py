@@ -15,8 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from . import decode
-from .gluon_compat import barrier, descriptor, new_barriers, processors, tma_load, tma_store
-from .launch import aligned, bound, current
+from .gluon_compat import barrier, descriptor, new_barriers, tma_load, tma_store
+from .launch import aligned, bound, current, processors
 
 D = 128  # K and V
 ROWS = 256  # of a tile that one TMA moves: the most it can

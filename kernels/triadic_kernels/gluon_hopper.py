@@ -8,8 +8,8 @@ import torch
 
 from . import gluon_forward, gluon_mask_gradients, gluon_masks, gluon_reverse, gluon_state_gradients, triton_chunk
 from .chunks import CHUNK as C
-from .gluon_compat import descriptor, processors
-from .launch import bound
+from .gluon_compat import descriptor
+from .launch import bound, processors
 from .triton_chunk import count, padded
 
 # E -> columns of V per program, rows of a wgmma tile, warps: measured fastest on an H200

@@ -97,6 +97,12 @@ def current(device):
     return torch.cuda.device(device)
 
 
+@lru_cache
+def processors(device_index: int) -> int:
+    """Multiprocessors of a device."""
+    return driver.active.utils.get_device_properties(device_index)["multiprocessor_count"]
+
+
 class Launch(NamedTuple):
     """Keyword arguments of each kernel. PREC is the precision of float32 products; those of 16-bit operands are
     exact.
