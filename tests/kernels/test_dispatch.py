@@ -113,6 +113,17 @@ def test_another_thread_may_have_met_it_first(table, inputs):
         assert (chunk_triadic(**inputs())[0] == 1.0).all()
 
 
+def test_a_step_that_another_thread_met_first_stays_a_step(table, inputs):
+    def recurrent(*_):
+        dispatch._loaded["fake_a"] = "does not compile here (name is gone)"
+        raise CompilationError("name is gone")
+
+    table(a=types.SimpleNamespace(unsupported=lambda p: None, recurrent=recurrent), b=fake(None, 1.0))
+    dispatch.CHUNK.clear()
+    with torch.no_grad():
+        assert (recurrent_triadic(**inputs())[0] == 1.0).all()
+
+
 def test_other_errors_of_a_back_end_are_raised(table, inputs):
     def forward(*_):
         raise RuntimeError("out of memory")
