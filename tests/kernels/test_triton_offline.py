@@ -19,7 +19,7 @@ BUDGET = {
     "state_gradients_kernel": 32,
     "mask_gradients_kernel": 200,
 }
-GROUPED = BUDGET | {"mask_gradients_kernel": 432}  # sums over the value heads of a group
+GROUPED = BUDGET | {"mask_gradients_kernel": 432, "state_gradients_kernel": 48}  # loops over the heads of a group
 ELSEWHERE = {"forward_kernel": 96, "reverse_kernel": 192, "state_gradients_kernel": 96, "mask_gradients_kernel": 96}
 if version("triton").startswith("3.6."):  # compute capability 10.0
     ELSEWHERE |= {"forward_kernel": 168, "reverse_kernel": 232}
