@@ -2,7 +2,7 @@
 # How training speed grows with GPUs, under each engine: tokens/s, MFU, peak memory and scaling efficiency (tokens/s over
 # those of one GPU times the number of GPUs); then windows that all GPUs share (context parallelism). JSON files in $OUT
 # (default results/bench_train_gpus); about a minute for each engine and number of GPUs.
-#   GPUS     numbers of processes, the first is what the others are compared with; default "1 2 4"
+#   GPUS     numbers of processes, all compared with the fewest that $OUT has; default "1 2 4"
 #   ENGINES  of ddp, zero1, zero2, zero3, fsdp2 (configs/accelerate); one process runs ddp alone
 #   MODELS, TRAIN_ARGS             for scripts/benchmark_training.py
 #   LONG_MODELS, LONG, LONG_ARGS   the same for the shared window: LONG tokens for each process, "" for none
@@ -36,6 +36,8 @@ python3 - "$OUT" <<'P'
 import json, pathlib, sys
 files = sorted(pathlib.Path(sys.argv[1]).glob("train_*.json"))
 rows = [row for file in files for row in json.loads(file.read_text())["rows"] if "tokens_per_s" in row]
+if not rows:
+    sys.exit("error: nothing could be measured; the files in $OUT say why (error)")
 fewest = min(row["gpus"] for row in rows)
 each = {row["model"]: row["tokens_per_s"] / row["gpus"] for row in rows if row["gpus"] == fewest}
 print("| model | GPUs | engine | tokens/s | MFU | GiB | efficiency |\n|---|---|---|---|---|---|---|")

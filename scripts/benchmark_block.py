@@ -37,10 +37,6 @@ SDPA = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN
 SOFTMAX = (*SDPA, "flex_attention")
 OPS = {"fla": "fla.ops.gated_delta_rule", "flashqla": "flash_qla"}  # a peer's op and the module that brings it
 IMPLEMENTATIONS = ("triadic", *OPS, "fla_layer", *SOFTMAX)
-ERRORS = {  # what a row records instead of figures: a peer may be absent or refuse; ours may only be too large
-    True: (ImportError, RuntimeError, ValueError, NotImplementedError),
-    False: (torch.cuda.OutOfMemoryError,),
-}
 SAME = ("what", "B", "T", "pass", "compiled")  # rows that agree in these are divided by each other
 OVER = {  # name in a row of ours -> the rows whose fastest is the divisor
     "over_e1": lambda row: row["impl"] == "triadic" and row["E"] == 1,
@@ -160,7 +156,7 @@ def describe(what, impl, E, T, a):
 def measure(what, impl, E, T, a):
     """A row for each pass."""
     rows = [describe(what, impl, E, T, a) | {"pass": which} for which in a.passes]
-    recorded = ERRORS[impl != "triadic"]
+    recorded = bench.PEER_ERRORS if impl != "triadic" else torch.OutOfMemoryError  # ours may only be too large
     try:
         made = make_step(what, impl, E, T, a)
     except recorded as error:

@@ -48,7 +48,7 @@ def selected(x, state, mixer):
     """The back end that "auto" takes for this call."""
     from triadic_kernels import explain
 
-    call = dict(initial_state=state, delta_rule=mixer == "gdn", output_final_state=True, recurrent=True)
+    call = dict(initial_state=state, delta_rule=mixer == "gdn", inplace_state=True, recurrent=True)
     lines = explain(**x, **call).splitlines()
     return next(line.split(":")[0] for line in lines if line.endswith(": selected"))
 

@@ -167,7 +167,7 @@ def masks_kernel(
     columns: gl.constexpr = gl.BlockedLayout([1, 1, 16], [2, 16, 1], [NW, 1, 1], [2, 1, 0])
     table: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [NW, 1], [1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    i_c = gl.program_id(0) // H
+    i_c = gl.program_id(0) // H  # heads of a chunk side by side: they share rows of memory
     i_h = gl.program_id(0) % H
     row0 = gl.load(p_ch + i_c * 3 + 1)
     rows = gl.load(p_ch + i_c * 3 + 2)

@@ -64,3 +64,30 @@ def test_time_is_the_median_of_the_calls_alone(gpu, rest):
     assert mhz == 2000
     once = [*(["wait", f"rest {rest}"] if rest else []), "flush", "spin", "call", "spin"]
     assert gpu.trace == ["call", "call", "wait", *once * 5, "wait"]
+
+
+@pytest.mark.parametrize(
+    ("impl", "error", "recorded"),
+    [
+        ("fla", RuntimeError("refuses this compiler"), True),
+        ("fla", ImportError("no module"), True),
+        ("triadic", ValueError("cannot run this call"), True),
+        ("triadic", torch.OutOfMemoryError("too large"), True),
+        ("triadic", RuntimeError("wrong"), False),
+        ("triadic", ImportError("moved"), False),
+    ],
+)
+def test_faults_of_our_own_op_are_no_rows(impl, error, recorded, gpu, monkeypatch):
+    bench, _ = gpu
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(bench, "inputs", lambda *_: {})
+    monkeypatch.setitem(bench.PASSES, "fwd", fail)
+    a = types.SimpleNamespace(H=1, D=16, backend="auto", segment_size=None)
+    if recorded:
+        assert bench.measure(impl, 1, 8, 2, "fwd", a)["error"] == f"{type(error).__name__}: {error}"
+    else:
+        with pytest.raises(type(error), match=str(error)):
+            bench.measure(impl, 1, 8, 2, "fwd", a)
