@@ -65,8 +65,10 @@ def test_the_small_trial_runs(script, monkeypatch, tmp_path):
     [("bench_train.sh", "MODELS_4K"), ("bench_train_2gpu.sh", "CONTEXT_ARGS"), ("bench_train_gpus.sh", "MODELS")],
 )
 def test_shell_scripts_say_so_too(script, variable, tmp_path):
-    """With a python3 that finds no GPU, and nothing else."""
-    (tmp_path / "python3").write_text("#!/bin/sh\nexit 1\n")
+    """With a python3 that can do no more than look for GPUs, and finds none."""
+    (tmp_path / "torch.py").write_text("class cuda:\n    is_available, device_count = bool, int\n")
+    look = f'test "$1" = -c && PYTHONPATH={tmp_path} exec {sys.executable} "$@"'
+    (tmp_path / "python3").write_text(f"#!/bin/sh\n{look}\nexit 1\n")
     (tmp_path / "python3").chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path / "out")}
 
