@@ -98,7 +98,7 @@ def per_group(b, G: tl.constexpr):
 
 @triton.jit
 def sigmoid(z):
-    """1 / (1 + exp(-z)) by two instructions of a GPU's special function unit: 4 units in the last place at most."""
+    """1 / (1 + exp(-z)) with two special instructions, a few units in the last place off (about |z| where z < -4)."""
     r = tl.rsqrt(1.0 + tl.exp2(z * -1.4426950408889634))
     return r * r
 
