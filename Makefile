@@ -27,7 +27,7 @@ TEST_PROCESSES ?= 2
 NEED_GPU = @python -c "import sys, torch; torch.cuda.is_available() or sys.exit('make $@ needs a CUDA device; torch sees none here')"
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-smoke recipes-smoke lint format test test-slow test-gpu bench bench-train bench-train-2gpu clean
+.PHONY: help env demo demo-smoke recipes-smoke lint format test test-slow test-gpu bench bench-train bench-train-2gpu bench-train-gpus clean
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -95,6 +95,10 @@ bench-train: $(INSTALLED) ## training speed on one GPU: tokens/s, MFU, peak memo
 bench-train-2gpu: $(INSTALLED) ## data and context parallelism on two GPUs against one
 	$(NEED_GPU)
 	scripts/bench_train_2gpu.sh
+
+bench-train-gpus: $(INSTALLED) ## how training speed grows from one GPU to four, under DDP, ZeRO-1, ZeRO-2 and FSDP2
+	$(NEED_GPU)
+	scripts/bench_train_gpus.sh
 
 clean: ## remove the environment, prepared data and runs
 	rm -rf .venv data runs exports results

@@ -238,7 +238,7 @@ def arguments():
         "--fused-inputs", action=argparse.BooleanOptionalAction, default=True, help="linear_fused_inputs of the config"
     )
     parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--rest", type=float, default=0.05, help="seconds before each call; 0: at the power limit")
+    parser.add_argument("--rest", type=float, default=0.05, help="seconds before each call, for a cool GPU")
     parser.add_argument("--profile", action="store_true", help="add time per kernel")
     parser.add_argument("--commit", help="where the repository's history is not at hand")
     parser.add_argument("--out", help="result file; default kernels/benchmarks/results/block_<gpu>_<date>.json")

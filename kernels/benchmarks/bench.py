@@ -90,8 +90,8 @@ def timed(call, repeats, rest=0.0):
     """(ms, MHz): medians over repeats of the time of one call and of the multiprocessors' clock just before and after.
 
     L2 is flushed before each call, and the host is LEAD clock cycles ahead, which tell the clock. The GPU rests for
-    `rest` seconds before each: calls of 10 ms and more, one after the other, drive an H200 to its power limit within a
-    second, and then down from 1980 to 1600 MHz.
+    `rest` seconds before each: calls of 10 ms and more, with 1 ms between them, drive an H200 to its power limit within
+    a second, and then down from 1980 to 1700 MHz.
     """
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     for _ in range(2):
@@ -209,7 +209,7 @@ def main():
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--segment-size", type=int, help="of chunk_triadic: less memory for more time")
     parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--rest", type=float, default=0.05, help="seconds before each call; 0: at the power limit")
+    parser.add_argument("--rest", type=float, default=0.05, help="seconds before each call, for a cool GPU")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--commit", help="where the repository's history is not at hand")
     parser.add_argument("--out", help="result file; default results/op_<gpu>_<date>.json beside this program")

@@ -158,7 +158,7 @@ def run(name: str, p: Problem, method: str, *arguments, table: dict[str, str] = 
         lines = str(error).strip().splitlines()
         _loaded[table[row]] = f"does not compile here ({lines[-1] if lines else type(error).__name__})"
         other = select(name, p, table)
-        if getattr(other, "saved_like", None) is not getattr(module, "saved_like", None):
+        if method != "recurrent" and other.saved_like is not module.saved_like:
             _loaded[table[row]] = module
             raise
         message = f"{row}: {_loaded[table[row]]}; a slower back end runs in its place.\n{report(p, table)}"

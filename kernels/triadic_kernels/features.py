@@ -22,7 +22,11 @@ def refusal(device_type: str, dtype: torch.dtype, groups: tuple[int, ...], width
     can.
     """
     kernels = load("conv_triton")
-    return kernels if isinstance(kernels, str) else kernels.unsupported(device_type, dtype, groups, width)
+    if isinstance(kernels, str):
+        return kernels
+    if device_type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return "needs compute capability 8.0 or newer"
+    return kernels.unsupported(device_type, dtype, groups, width)
 
 
 def conv_features(

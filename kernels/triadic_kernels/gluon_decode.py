@@ -20,7 +20,7 @@ from .launch import aligned, bound, current, processors
 
 D = 128  # K and V
 ROWS = 256  # of a tile that one TMA moves: the most it can
-STAGES = 3  # tiles in shared memory; two were slower
+STAGES = 3  # tiles in shared memory; two were slower from 16 sequences on
 # (E, bytes of a state entry) -> columns and warps of a program, measured fastest on an H200. A thread of four warps
 # holds 128 numbers of a float32 tile; of a bfloat16 tile they would be 256, more than its registers.
 TILES = {(8, 4): (16, 4), (8, 2): (32, 8)}

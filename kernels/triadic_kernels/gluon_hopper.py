@@ -1,7 +1,8 @@
 """Back end "gluon_hopper": the six kernels of triton_chunk.py, all but the first in Gluon for compute capability 9.0.
 
 Tiles are loaded whole, so a token that is not finite (q, k, v or gradient) reaches the last chunk of the document
-packed before its own, through zero times infinity; finite tokens never do.
+packed before its own, or of the sequence before in a batch of lengths that 64 does not divide, and all that follows
+from that chunk (its final state and gradients), through zero times infinity; finite tokens never do.
 """
 
 import torch

@@ -3,7 +3,7 @@
 One program per (chunk, key head). R and R' are summed slice by slice in the registers of Q K^T and K K^T, with the
 exponent held at 0 above the diagonal, where these are zero. The inverse is found in blocks of 16 by substitution in
 float32, then merged twice by products whose factors are bfloat16 pairs (the number, and what rounding left of it):
-three products each, exact to about 2^-16 of the factors. (With keys all alike and beta near 2 it is good to 2e-4.)
+three products each, exact to about 2^-16 of the factors. (With keys all alike and beta near 2 it is good to 4e-4.)
 """
 
 from triton.experimental import gluon
@@ -115,7 +115,7 @@ def unit_lower_inverse(l, r, s, narrow, wide, f_s, columns: gl.constexpr):
     """(I + L)^-1 for a strictly lower L [C, C]: blocks of 16 by substitution, then of 32 and of 64, where the inverse
     of [[A, 0], [M, B]] is [[A^-1, 0], [-B^-1 M A^-1, B^-1]].
 
-    Shared memory for what wgmma reads: narrow [4, C, 16] and wide [4, C, C / 2]; f_s float32 [16, C / 16, 16]. Between
+    Shared memory for what wgmma reads: narrow [8, C, 16] and wide [4, C, C / 2]; f_s float32 [16, C / 16, 16]. Between
     two uses of the same memory every warp passes a barrier.
     """
     C: gl.constexpr = l.shape[0]

@@ -135,10 +135,11 @@ def explain(
     backend: str = "auto",
     check: bool = False,
     recurrent: bool = False,
+    inplace_state: bool = False,
 ) -> str:
     """Which back end `chunk_triadic` with backend="auto" would run, and why not the others: a line for each.
 
-    recurrent: say it of `recurrent_triadic`.
+    recurrent: say it of `recurrent_triadic`, which alone takes inplace_state.
 
     Raises:
         ValueError: wrong shapes, dtypes or devices.
@@ -149,8 +150,8 @@ def explain(
     tensors = (q, k, v, q2, k2, g, beta, initial_state)
     p = problem(
         q, k, v, q2, g, beta, initial_state, cu_seqlens,
-        scale=scale, delta_rule=delta_rule, output_final=output_final_state,
-        needs_grad=_needs_grad(*tensors),
+        scale=scale, delta_rule=delta_rule, output_final=output_final_state or inplace_state,
+        needs_grad=_needs_grad(*tensors) or has_tangent(tensors),
     )  # fmt: skip
     return report(p, RECURRENT if recurrent else CHUNK)
 
@@ -322,7 +323,8 @@ class ChunkTriadic(torch.autograd.Function):
     def forward(ctx, *arguments):
         outputs = directly(_forward, *arguments)
         _keep_for_backward(ctx, arguments, outputs)
-        return tuple(outputs[: 1 + arguments[11]])  # output_final
+        results = outputs[: 1 + arguments[11]]  # output_final
+        return tuple(x.clone() if x._is_view() else x for x in results)  # a view could not be changed in place
 
     @staticmethod
     def backward(ctx, *gradients):

@@ -132,7 +132,10 @@ class Kernel:
 def argument(x):
     if isinstance(x, torch.Tensor):
         assert x.is_contiguous()
+        assert x.data_ptr() % 16 == 0, "a tensor off the alignment that launches promise"
         return Pointer(x.view(-1))
+    if hasattr(x, "block_shape"):
+        assert x.base.data_ptr() % 16 == 0, "a TMA descriptor of a tensor off alignment"
     return tile(x) if isinstance(x, int) else x
 
 

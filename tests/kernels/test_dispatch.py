@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from triadic_kernels import chunk_triadic, dispatch, explain, recurrent_triadic, reference
 
 
@@ -47,6 +48,34 @@ def test_auto_takes_the_first_that_can(table, inputs):
     assert explain(**x).splitlines() == ["a: it is Sunday", "b: selected", "c: can run"]
 
 
+def test_explain_knows_how_recurrent_triadic_is_called(table, inputs):
+    """In place the final state is wanted; where forward mode follows, only a differentiable back end runs."""
+    final, other = fake(None), fake(None)
+    final.unsupported = lambda p: None if p.output_final else "gives the final state"
+    other.unsupported = lambda p: "has no derivatives" if p.needs_grad else None
+    table(final=final, other=other, last=fake(None))
+    x = inputs()
+
+    def selected(**options):
+        return re.search(r"(\w+): selected", explain(**x, recurrent=True, **options))[1]
+
+    with torch.no_grad():
+        assert selected() == "other"
+        assert selected(inplace_state=True) == selected(output_final_state=True) == "final"
+        with forward_ad.dual_level():
+            x["v"] = forward_ad.make_dual(x["v"], torch.ones_like(x["v"]))
+            assert selected() == "last"
+
+
+def test_an_output_can_be_changed_in_place(inputs):
+    x = inputs()
+    x["v"].requires_grad_()
+    o = chunk_triadic(**x, backend="torch")[0]
+    (doubled,) = torch.autograd.grad(o.sum() * 2, x["v"], retain_graph=True)
+    (grad,) = torch.autograd.grad(o.mul_(2).sum(), x["v"])
+    torch.testing.assert_close(grad, doubled, rtol=0, atol=0)
+
+
 def test_a_named_back_end_never_gives_way(table, inputs):
     table(a=fake("it is Sunday"), b=fake(None, 1.0))
     with pytest.raises(ValueError, match="backend='a' cannot run this call: it is Sunday"):
@@ -80,7 +109,8 @@ def test_what_does_not_compile_gives_way_and_says_so_once(op, table, inputs, rec
     if op is chunk_triadic:
         b.saved_like = a.saved_like
     else:
-        del a.saved_like  # a decoding step keeps nothing
+        del a.saved_like  # a decoding step keeps nothing,
+        b.saved_like = object()  # though the module may keep something of chunks
     table(a=a, b=b)
     x = inputs()
     with torch.no_grad():
@@ -111,6 +141,17 @@ def test_another_thread_may_have_met_it_first(table, inputs):
     table(a=a, b=types.SimpleNamespace(**vars(fake(None, 1.0)), saved_like=kept))
     with torch.no_grad():
         assert (chunk_triadic(**inputs())[0] == 1.0).all()
+
+
+def test_a_step_that_another_thread_met_first_stays_a_step(table, inputs):
+    def recurrent(*_):
+        dispatch._loaded["fake_a"] = "does not compile here (name is gone)"
+        raise CompilationError("name is gone")
+
+    table(a=types.SimpleNamespace(unsupported=lambda p: None, recurrent=recurrent), b=fake(None, 1.0))
+    dispatch.CHUNK.clear()
+    with torch.no_grad():
+        assert (recurrent_triadic(**inputs())[0] == 1.0).all()
 
 
 def test_other_errors_of_a_back_end_are_raised(table, inputs):

@@ -44,6 +44,15 @@ def test_what_the_kernels_take(changes, reason):
     assert refusal(*(kind | changes).values()) == reason
 
 
+@pytest.mark.triton
+def test_devices_before_ampere_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability in ((7, 5), (8, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, capability=capability: capability)
+        reason = refusal("cuda", torch.bfloat16, (128, 0), 4)
+        assert reason == ("needs compute capability 8.0 or newer" if capability < (8, 0) else None)
+
+
 @pytest.mark.gpu
 def test_beyond_2_to_the_31_elements():
     """A document behind so many gives what it gives alone."""

@@ -29,6 +29,18 @@ def test_small_problems(judge):
     judge(emulate("hopper"))
 
 
+@pytest.mark.triton
+def test_inverse_is_as_exact_as_pairs_of_bfloat16():
+    """A single bfloat16 in the place of a pair gives 1e-3, which the results of small problems do not tell."""
+    env = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    command = [sys.executable, EMULATOR.with_name("gluon_inverse_cases.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    errors = [json.loads(line)["error"] for line in done.stdout.splitlines()]
+    assert len(errors) == 2
+    assert max(errors) < 1e-4, errors
+
+
 @pytest.mark.slow
 @pytest.mark.triton
 def test_every_number_of_slices_and_every_feature(judge):

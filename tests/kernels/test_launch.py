@@ -132,6 +132,8 @@ def test_back_ends_launch_again_what_triton_launched(backend, recorder, started,
 def test_steps_launch_again_what_triton_launched(state, recorder, started, monkeypatch):
     """Of the Gluon kernel: one program per multiprocessor and no more than tiles, whatever the batch."""
     module, p = dispatch.load(dispatch.RECURRENT["gluon_hopper"]), SMALL._replace(K=128, V=128, E=8)
+    devices, current = [], module.current
+    monkeypatch.setattr(module, "current", lambda device: (devices.append(device), current(device))[1])
     offline.run_recurrent(module, p, [state])
     monkeypatch.setattr(triton.JITFunction, "run", None)
     offline.run_recurrent(module, p, [state])
@@ -140,6 +142,7 @@ def test_steps_launch_again_what_triton_launched(state, recorder, started, monke
         offline.run_recurrent(module, p._replace(B=B, N=B), [state])
     tiles = {"float32": 16, "bfloat16": 8}[state]  # of a sequence: two heads
     assert [arguments[0] for _, arguments in started] == [min(B * tiles, 132) for B in (1, 1, 3, 40)]
+    assert devices == [CPU] * 4, "each on the device of its tensors"
 
 
 def test_kinds_of_problems_and_devices_share_no_launcher():

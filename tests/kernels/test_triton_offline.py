@@ -19,6 +19,7 @@ BUDGET = {
     "state_gradients_kernel": 32,
     "mask_gradients_kernel": 200,
 }
+GROUPED = BUDGET | {"mask_gradients_kernel": 432, "state_gradients_kernel": 48}  # loops over the heads of a group
 ELSEWHERE = {"forward_kernel": 96, "reverse_kernel": 192, "state_gradients_kernel": 96, "mask_gradients_kernel": 96}
 if version("triton").startswith("3.6."):  # compute capability 10.0
     ELSEWHERE |= {"forward_kernel": 168, "reverse_kernel": 232}
@@ -73,6 +74,11 @@ def test_keys_and_values_in_one_pass(architecture, tmp_path):
 def test_hopper_all_slice_counts(mixer, tmp_path):
     judge(compiled(tmp_path, "--backend", "gluon_hopper", "--E", "1", "2", "4", "16", *mixer), BUDGET)
     judge(compiled(tmp_path, "--backend", "triton", "--E", "1", "2", "3", "4", "16", *mixer), BUDGET)
+
+
+@pytest.mark.slow
+def test_hopper_value_heads_in_groups(tmp_path):
+    judge(compiled(tmp_path, "--backend", "gluon_hopper", "--group", "2", "--E", "1", "4", "8", "16"), GROUPED)
 
 
 @pytest.mark.slow

@@ -79,6 +79,8 @@ D = dict(K=128, V=128)
 HOPPER = [
     dict(T=65, E=1, H=1, HV=2, **D),
     dict(lens=[3, 65], E=8, decay="weak", **D),
+    dict(T=3, E=2, H=2, HV=4, **D),
+    dict(T=3, E=4, H=2, HV=2, delta=False, gate="head", shifted=True, **D),
 ]
 HOPPER_SLOW = [
     *(dict(T=130, E=E, **D) for E in (1, 2, 4, 8, 16)),

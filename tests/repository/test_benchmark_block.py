@@ -90,6 +90,46 @@ def test_options_reach_the_layers(run, program, monkeypatch):
     assert all(row["compiled"] and not row["fused_inputs"] and row["pass"] == "fwdbwd" for row in rows)
 
 
+def test_defaults_and_the_rest_reach_the_measurement(run, program, monkeypatch):
+    rests = []
+    monkeypatch.setattr(program.bench, "timed", lambda call, repeats, rest: (rests.append(rest), (1.0, 1980))[1])
+    rows = run("--E", 2, "--impl", "triadic", "--what", "layer")
+    run("--E", 2, "--impl", "triadic", "--what", "layer", "--rest", 0)
+    assert rests == [0.05] * 2 + [0.0] * 2
+    assert all(row["fused_inputs"] and row["rest"] == 0.05 and row["sm_mhz"] == 1980 for row in rows)
+
+
+def test_what_is_timed(program, demo, monkeypatch):
+    """A layer in training; a forward that records no graph, and a backward to the input and to every weight."""
+    step, x, parameters = program.make_step("layer", "triadic", 2, 9, demo)
+    graphs, wanted, grad = [], [], torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda y, inputs, dy: (wanted.append(inputs), grad(y, inputs, dy))[1])
+    noted = lambda x: (graphs.append((y := step(x)).requires_grad), y)[1]  # noqa: E731
+    for which in program.PASSES.values():
+        which(noted, x, parameters)
+    assert graphs == [False, True]
+    assert len(parameters) > 5
+    assert [id(y) for y in wanted[0]] == [id(y) for y in (x, *parameters)]
+    module, _ = program.make_module("layer", "triadic", program.config_of("triadic", 2, demo))
+    assert module.training
+
+
+def test_only_a_lack_of_memory_is_recorded_of_our_own(run, program, monkeypatch):
+    def fail(error):
+        def measured(*_):
+            raise error
+
+        monkeypatch.setattr(program, "figures", measured)
+
+    case = ("--E", 2, "--what", "layer", "--passes", "fwd", "--impl")
+    fail(torch.cuda.OutOfMemoryError("too large"))
+    assert "too large" in run(*case, "triadic")[0]["error"]
+    fail(RuntimeError("wrong"))
+    assert "wrong" in run(*case, "sdpa_flash")[0]["error"]
+    with pytest.raises(RuntimeError, match="wrong"):
+        run(*case, "triadic")
+
+
 @pytest.fixture
 def demo():
     return types.SimpleNamespace(linear=CONFIGS / "demo.json", fused_inputs=True, compile=False, B=1)

@@ -61,7 +61,8 @@ def test_the_small_trial_runs(script, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("script", "variable"), [("bench_train.sh", "MODELS_4K"), ("bench_train_2gpu.sh", "CONTEXT_ARGS")]
+    ("script", "variable"),
+    [("bench_train.sh", "MODELS_4K"), ("bench_train_2gpu.sh", "CONTEXT_ARGS"), ("bench_train_gpus.sh", "MODELS")],
 )
 def test_shell_scripts_say_so_too(script, variable, tmp_path):
     """With a python3 that finds no GPU, and nothing else."""
