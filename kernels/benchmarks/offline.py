@@ -71,7 +71,7 @@ def record_compilations():
         start = time.time()
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         if not any(kernel is k for _, k, _ in compiled):
-            compiled.append((self.fn.__name__, kernel, time.time() - start))
+            compiled.append((kernel.metadata.name, kernel, time.time() - start))
         return kernel
 
     triton.JITFunction.run = compile_only

@@ -17,10 +17,16 @@ ACTIVATIONS = ("silu", "softplus", "sigmoid", "none")
 
 
 @torch.compiler.assume_constant_result
-def refusal(device_type: str, dtype: torch.dtype, groups: tuple[int, ...]) -> str | None:
-    """Why `conv_features` cannot take an x of this kind with heads of these sizes; None if it can."""
+def refusal(device_type: str, dtype: torch.dtype, groups: tuple[int, ...], width: int) -> str | None:
+    """Why `conv_features` cannot take an x of this kind with heads of these sizes, a kernel of this width; None if it
+    can.
+    """
     kernels = load("conv_triton")
-    return kernels if isinstance(kernels, str) else kernels.unsupported(device_type, dtype, groups)
+    if isinstance(kernels, str):
+        return kernels
+    if device_type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return "needs compute capability 8.0 or newer"
+    return kernels.unsupported(device_type, dtype, groups, width)
 
 
 def conv_features(
@@ -66,7 +72,7 @@ def conv_features(
         check_cu_seqlens_metadata(cu_seqlens, x.shape[0], x.device)
         if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
             check_cu_seqlens(cu_seqlens, x.shape[1])
-    reason = refusal(x.device.type, x.dtype, tuple(groups))
+    reason = refusal(x.device.type, x.dtype, tuple(groups), weight.shape[1])
     if reason is not None:
         raise ValueError(f"conv_features cannot run this call: {reason}; take causal_conv1d and plain torch.")
     return _features(x.contiguous(), weight.contiguous(), cu_seqlens, sizes, groups, ",".join(activations), wide)

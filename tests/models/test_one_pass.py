@@ -35,6 +35,9 @@ for changes in json.loads(sys.argv[1]):
         results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
     mixer = model.model.layers[0].mixer
     assert calls and usual(mixer, torch.zeros(1))
+    mixer.config.linear_conv_kernel_dim = 9
+    assert not usual(mixer, torch.zeros(1))
+    mixer.config.linear_conv_kernel_dim = 4
     mixer.config.linear_fused_inputs = False
     assert not usual(mixer, torch.zeros(1))
     print(max(((a - b).norm() / b.norm().clamp(min=1e-12)).item() for a, b in zip(*results)))

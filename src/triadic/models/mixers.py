@@ -151,7 +151,9 @@ class TriadicLinearAttention(nn.Module):
 
     def in_one_pass(self, x):
         """Whether to make keys, queries and values of `x` by one kernel, where there is one (see features.py)."""
-        return self.config.linear_fused_inputs and refusal(x.device.type, x.dtype, tuple(self.parts[0])) is None
+        config = self.config
+        kind = x.device.type, x.dtype, tuple(self.parts[0]), config.linear_conv_kernel_dim
+        return config.linear_fused_inputs and refusal(*kind) is None
 
     def features(self, parts):
         """The outputs of `conv_features` as `keys_and_values` returns them."""
