@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from triadic.models.attention import document_block_mask
+from triadic.models.attention import attend, document_block_mask
 from triadic.models.layers import rotary_cos_sin
 from triadic.models.layout import Layout
 
@@ -61,6 +61,26 @@ def test_layer_equals_its_definition(make_model, case, implementation, close):
         model(ids, position_ids=torch.arange(9)[None] + 3)
     u, out = captured[0]
     close(out[0], by_hand(mixer, u[0], torch.arange(9) + 3).float(), 2e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("additive", [False, True])
+def test_one_token_reads_keys_once(make_model, kv_heads, additive, close, monkeypatch):
+    """A step of decoding under a mask with holes, against the definition in float64; no key is repeated for sdpa."""
+    mixer = make_model("transformer", num_key_value_heads=kv_heads, head_dim=16).eval().model.layers[0].mixer
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)
+    make = torch.Generator().manual_seed(4)
+    q = torch.randn(3, 1, 4, 16, generator=make).transpose(1, 2)
+    k, v = (torch.randn(3, kv_heads, 11, 16, generator=make) for _ in range(2))
+    mask = torch.rand(3, 1, 1, 11, generator=make) < 0.6
+    mask[..., 7] = True
+    given = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min) if additive else mask
+    out, weights = attend(mixer, q, k, v, given, Layout())
+    assert weights is None and out.shape == (3, 1, 4, 16)
+    for b, h in ((b, h) for b in range(3) for h in range(4)):
+        some, shared = mask[b, 0, 0], h // (4 // kv_heads)
+        p = torch.softmax(k[b, shared, some].double() @ q[b, h, 0].double() / 4, dim=0)
+        close(out[b, 0, h], (p @ v[b, shared, some].double()).float(), 1e-6)
 
 
 def test_rotary_positions_of_long_contexts(make_config):

@@ -6,6 +6,7 @@ Which back end a packed row takes follows `attn_implementation` alone:
     sdpa                torch's varlen_attn on a GPU in half precision; else one call per document
     any other           one call per document
 One call per document reads the bounds on the host, which breaks a compiled graph; the other ways do not.
+A step of decoding with a mask (a static cache, padded prompts) leaves sdpa for `one_token`.
 """
 
 import inspect
@@ -34,6 +35,8 @@ def attend(module, q, k, v, attention_mask, layout):
     implementation = module.config._attn_implementation
     back_end = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
     settings = {"scaling": module.scaling, "dropout": module.config.attention_dropout if module.training else 0.0}
+    if implementation == "sdpa" and q.shape[2] == 1 and attention_mask is not None and not module.training:
+        return one_token(module, q, k, v, attention_mask), None
     if not layout.packed:
         return back_end(module, q, k, v, attention_mask, **settings)
     if implementation == "flex_attention":
@@ -47,6 +50,22 @@ def attend(module, q, k, v, attention_mask, layout):
     if implementation == "sdpa" and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         return varlen(module, q, k, v, layout), None
     return per_document(module, back_end, q, k, v, layout.cu_seqlens, settings), None
+
+
+def one_token(module, q, k, v, attention_mask):
+    """Attention of one query a row [B,H,1,D] on k, v [B,HKV,S,D], mask [B,1,1,S] boolean or additive: [B,1,H,D].
+
+    Every key and value is read once for the heads that share it. Given a mask, torch's sdpa wants them repeated for
+    each head: on an H200 with 8 heads to a key that takes up to 19 times as long (decode_attention_*.json of
+    kernels/benchmarks/results).
+    """
+    q = q.view(len(q), k.shape[1], -1, q.shape[3])  # [B, HKV, G, D]
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * module.scaling
+    if attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    else:
+        scores = scores + attention_mask
+    return (torch.softmax(scores, dim=-1).to(v.dtype) @ v).flatten(1, 2)[:, None]
 
 
 def varlen(module, q, k, v, layout):
