@@ -24,6 +24,7 @@ if __name__ == "__main__":
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
     parser.add_argument("--seconds", type=float, help="begin no measurement later than that")
+    parser.add_argument("--profile", action="store_true", help="add the time of each kernel in one more step")
     parser.add_argument("--out", required=True, help="result file (JSON)")
     a = parser.parse_args()
     with leaving_group():
@@ -34,6 +35,6 @@ if __name__ == "__main__":
                 a.models, a.lengths, a.pass_tokens, a.accumulation, a.checkpoint, compiled=not a.eager,
                 documents=a.documents, context=a.context, precision=a.precision,
             )  # fmt: skip
-            run(cells, a.steps, a.seconds, Path(a.out), command)
+            run(cells, a.steps, a.seconds, Path(a.out), command, a.profile)
         except (ValueError, OSError) as error:
             refuse(error)

@@ -148,3 +148,11 @@ def test_targets_may_be_a_view(make_model, tokens, targets, close):
     view = torch.cat([tokens(2, 1), targets], dim=1)[:, 1:]
     for mode in (True, False):
         close(model.train(mode)(ids, shift_labels=view).loss, model(ids, shift_labels=targets).loss)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tokens"), [(32_000, 2048), (61, 1_100_032), (2**18, 256), (300_000, 223), (2**27, 1)]
+)
+def test_chunks_are_whole_tiles(vocabulary, tokens):
+    """At most 2**26 logits (but for a single token's), in whole tiles of 256 rows where one has room."""
+    assert losses.tokens_per_chunk(torch.empty(vocabulary, 1, device="meta")) == tokens

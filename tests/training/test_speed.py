@@ -32,6 +32,19 @@ def test_a_row_tells_speed_and_where_time_goes(cell, monkeypatch):
     assert (row["model"], row["T"], row["gpus"], row["engine"]) == ("hybrid", 16, 1, "single")
 
 
+def test_a_profile_names_the_longest(cell, monkeypatch):
+    row = speed.measure(cell, steps=1, profile=True)
+    spent = row["kernels_ms"]
+    assert list(spent.values()) == sorted(spent.values(), reverse=True)
+    assert {"aten::mm", "ChunkTriadic"} <= spent.keys()
+    assert sum(spent.values()) <= row["busy_ms"] * 1.01
+    monkeypatch.setattr(speed, "LONGEST", 5)
+    row = speed.measure(cell, steps=1, profile=True)
+    assert len(row["kernels_ms"]) == 5
+    assert sum(row["kernels_ms"].values()) < row["busy_ms"]
+    assert "busy_ms" not in speed.measure(cell, steps=1)
+
+
 def test_windows_are_cut_into_documents_and_parts(cell):
     whole = next(iter(speed.RandomWindows(300, cell, seed=0, part=0, parts=1)))
     assert whole["cu_seq_lens_q"].tolist() == [0, 8, 16, 24, 32]
@@ -44,7 +57,7 @@ def test_windows_are_cut_into_documents_and_parts(cell):
 
 
 def test_the_file_holds_rows_errors_and_what_was_left_out(cell, tmp_path, monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(speed, "measure", fail)

@@ -6,6 +6,7 @@ from torch import nn
 
 IGNORE_INDEX = -100
 LOGITS_PER_CHUNK = 2**26  # 256 MiB of float32
+TILE = 256
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -55,7 +56,9 @@ def _losses(logits, labels):
 
 
 def tokens_per_chunk(weight):
-    return max(LOGITS_PER_CHUNK // weight.shape[0], 1)
+    """Whole tiles of a matrix product (256 rows), where the vocabulary leaves room for one."""
+    tokens = LOGITS_PER_CHUNK // weight.shape[0]
+    return tokens // TILE * TILE or max(tokens, 1)
 
 
 def compute_dtype(x):

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from triadic.training.config import (
 PHASES = ("data", "forward", "backward", "optimizer")
 UNTIMED = 2  # steps that compile and fill the caches
 TRIAL = "configs/model/demo.json --lengths 256 --pass-tokens 1024 --steps 2 --eager"  # seconds on a CPU
+LONGEST = 40  # kernels that a profile names
 LONG = 32_768  # from this window on blocks are recomputed, unless said otherwise
 
 
@@ -135,8 +137,11 @@ class Clock:
         return spent
 
 
-def measure(cell: Cell, steps: int, learning_rate: float = 1e-4) -> dict[str, Any]:
+def measure(cell: Cell, steps: int, learning_rate: float = 1e-4, profile: bool = False) -> dict[str, Any]:
     """Train `steps` timed steps of a cell and return its row of the result file. Every process calls this.
+
+    With `profile` one more step is watched: busy_ms is the time of all its kernels, kernels_ms of the longest, by name
+    (on a CPU, of operators). A step_ms well above busy_ms waits for the host or other processes.
 
     Raises ValueError for a model config that cannot be read, or windows that cannot be shared.
     """
@@ -171,6 +176,8 @@ def measure(cell: Cell, steps: int, learning_rate: float = 1e-4) -> dict[str, An
         "peak_gib": round(metrics.peak_gib(device), 2), "step_ms": round(seconds * 1e3, 2), **phases,
         "first_step_s": round(first, 1), "loss": round(losses[-1], 4),
     }  # fmt: skip
+    if profile:
+        row |= _watched(partial(_step, cell, accelerator, model, optimizer, batches, Clock(device)), device)
     del model, optimizer, batches, loader
     return row
 
@@ -227,12 +234,29 @@ def _step(cell, accelerator, model, optimizer, batches, clock) -> float:
     return total / accelerator.num_processes
 
 
+def _watched(step, device) -> dict[str, Any]:
+    """busy_ms and kernels_ms of one call of `step`."""
+    on_gpu = device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity], acc_events=True) as profiler:
+        step()
+        _synchronise(device)
+    spent = {}
+    for event in profiler.key_averages():
+        microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        spent[event.key[:80]] = spent.get(event.key[:80], 0.0) + microseconds / 1e3
+    longest = sorted(spent.items(), key=lambda item: -item[1])[:LONGEST]
+    return {"busy_ms": round(sum(spent.values()), 2), "kernels_ms": {name: round(ms, 3) for name, ms in longest}}
+
+
 def _synchronise(device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def run(cells: list[Cell], steps: int, seconds: float | None, out: Path, command: str) -> dict[str, Any]:
+def run(
+    cells: list[Cell], steps: int, seconds: float | None, out: Path, command: str, profile: bool = False
+) -> dict[str, Any]:
     """Measure cells in order and keep the result file up to date; none is begun after `seconds` seconds.
 
     What does not fit into the memory, or fails otherwise on the device, leaves a row that says so. Raises ValueError
@@ -252,7 +276,7 @@ def run(cells: list[Cell], steps: int, seconds: float | None, out: Path, command
             result["left_out"] = [f"{Path(c.model).stem} at {c.seq_len}" for c in cells[len(result["rows"]) :]]
             break
         try:
-            row = measure(cell, steps)
+            row = measure(cell, steps, profile=profile)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             named = {"what": "train", "model": Path(cell.model).stem, "T": cell.seq_len, "compiled": cell.compiled}
             row = named | {"error": f"{type(error).__name__}: {error}"[:300]}
