@@ -20,6 +20,7 @@ WAYS = {
         "position_ids": POSITIONS,
     },
     "cu_seqlens under a mask of ones": {"cu_seq_lens_q": BOUNDS, "attention_mask": torch.ones(1, 24)},
+    "cu_seqlens with empty documents": {"cu_seq_lens_q": torch.tensor([0, 0, 1, 3, 10, 10, 10, 11, 15, 24, 24])},
     "position_ids": {"position_ids": POSITIONS},
     "position_ids under a mask of ones": {"position_ids": POSITIONS, "attention_mask": torch.ones(1, 24)},
 }
@@ -48,7 +49,7 @@ def test_gradients(kind, make_model, tokens, close):
         return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
     expected = gradients(*((doc, {"use_cache": False}) for doc in ids.split(LENGTHS, dim=1)))
-    for way in ("cu_seqlens", "position_ids"):
+    for way in ("cu_seqlens", "cu_seqlens with empty documents", "position_ids"):
         for name, gradient in gradients((ids, WAYS[way])).items():
             close(gradient / expected[name].abs().max(), expected[name] / expected[name].abs().max())
 

@@ -88,7 +88,7 @@ def varlen(module, q, k, v, layout):
 
 def per_document(module, back_end, q, k, v, cu_seqlens, settings):
     """One call of `back_end` per document of a packed row: [1, H, T, D] -> [1, T, H, D]."""
-    lengths = cu_seqlens.diff().tolist()
+    lengths = [length for length in cu_seqlens.diff().tolist() if length]
     outputs = []
     for q_doc, k_doc, v_doc in zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True):
         mask = None
