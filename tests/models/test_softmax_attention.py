@@ -1,12 +1,13 @@
 """The softmax layer against its definition, with RoPE and without positions, on every back end a CPU has."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from triadic.models.attention import attend, document_block_mask
+from triadic.models.attention import attend, document_block_mask, in_one_call
 from triadic.models.layers import rotary_cos_sin
 from triadic.models.layout import Layout
 
@@ -61,6 +62,18 @@ def test_layer_equals_its_definition(make_model, case, implementation, close):
         model(ids, position_ids=torch.arange(9)[None] + 3)
     u, out = captured[0]
     close(out[0], by_hand(mixer, u[0], torch.arange(9) + 3).float(), 2e-5)
+
+
+def test_dropout_is_never_ignored(caplog):
+    """torch's varlen_attn takes no dropout: packed documents with it go one by one, and a warning says so once."""
+    on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    assert in_one_call(on_gpu, 0.0)
+    assert not caplog.records
+    assert not in_one_call(on_gpu, 0.1)
+    assert not in_one_call(on_gpu, 0.1)
+    assert [record.getMessage()[:18] for record in caplog.records] == ["attention_dropout:"]
+    assert not in_one_call(SimpleNamespace(is_cuda=True, dtype=torch.float32), 0.0)
+    assert not in_one_call(torch.zeros(1, dtype=torch.bfloat16), 0.0)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

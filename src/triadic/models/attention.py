@@ -3,7 +3,7 @@
 Which back end a packed row takes follows `attn_implementation` alone:
     flash_attention_*   its own variable-length kernel
     flex_attention      a block mask built from the document bounds (tiles of 128, never elements)
-    sdpa                torch's varlen_attn on a GPU in half precision; else one call per document
+    sdpa                torch's varlen_attn on a GPU in half precision without dropout; else one call per document
     any other           one call per document
 One call per document reads the bounds on the host, which breaks a compiled graph; the other ways do not.
 A step of decoding with a mask (a static cache, padded prompts) leaves sdpa for `one_token`.
@@ -14,8 +14,10 @@ import inspect
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
 
 BLOCK = 128
+logger = logging.get_logger(__name__)
 
 
 def eager_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
@@ -47,9 +49,18 @@ def attend(module, q, k, v, attention_mask, layout):
             module, q, k, v, None, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=longest,
             max_length_k=longest, **settings,
         )  # fmt: skip
-    if implementation == "sdpa" and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+    if implementation == "sdpa" and in_one_call(q, settings["dropout"]):
         return varlen(module, q, k, v, layout), None
     return per_document(module, back_end, q, k, v, layout.cu_seqlens, settings), None
+
+
+def in_one_call(q, dropout):
+    """Whether torch's varlen_attn takes a packed row; it knows no dropout."""
+    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if dropout:
+        logger.warning_once("attention_dropout: packed documents go through sdpa one by one, which is slower.")
+    return not dropout
 
 
 def one_token(module, q, k, v, attention_mask):
