@@ -88,14 +88,7 @@ def test_all_is_the_same_killed_and_resumed_and_on_two_processes(changes, run_fo
 
 def test_mqar_trains_a_model_for_each_pair_slice_and_seed(tmp_path, monkeypatch):
     training = {"keys": 16, "values": 16, "embedding_size": 8, "hidden_size": 16, "heads": 2, "head_dim": 4}
-    training |= {
-        "intermediate_size": 16,
-        "steps": 1,
-        "tokens_per_step": 64,
-        "pairs": 4,
-        "test_sequences": 4,
-        "precision": "fp32",
-    }
+    training |= {"intermediate_size": 16, "steps": 1, "tokens_per_step": 64, "test_sequences": 4, "precision": "fp32"}
     grid = {"pairs": [4, 8], "slices": [2], "seeds": 2, "training": training}
     suite = settings.from_dict(config.SuiteConfig, {"name": "m", "mqar": grid})
     here = Context(_checkpoint(None), suite, journal.Journal(tmp_path, {}))

@@ -2,10 +2,10 @@
 
 import itertools
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from triadic.evaluation.mqar import MqarConfig
+from triadic.evaluation.mqar import MqarTraining, one_run
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class MqarGridConfig:
     pairs: list[int]  # N
     slices: list[int] | None = None  # E; null: the checkpoint's
     seeds: int = 1
-    training: MqarConfig = field(default_factory=MqarConfig)  # its pairs, slices and seed are replaced
+    training: MqarTraining = field(default_factory=MqarTraining)
 
     def __post_init__(self):
         _positive(self, "seeds")
@@ -130,7 +130,7 @@ class MqarGridConfig:
             if values is not None and (not values or min(values) < 1 or len(set(values)) != len(values)):
                 raise ValueError(f"{name} must be different numbers of at least 1, not {values}")
         for pairs in self.pairs:
-            replace(self.training, pairs=pairs)  # raises if such a run cannot be
+            one_run(self.training, pairs, slices=1)  # raises if there can be no such run
 
 
 @dataclass(frozen=True)
