@@ -88,7 +88,7 @@ def test_essay_tasks_are_as_lm_eval_makes_them(tokenizer, monkeypatch):
     """With the essays (here a stand-in for them) the samples are lm-eval's first ones, sample by sample."""
     words = [f"w{i % 7}" + "." * (i % 11 == 0) for i in range(3000)]
     stand_in = haystack.Haystack("essays", False, words, "0" * 64)
-    prepare = haystack._generator()
+    prepare = haystack.generator()
     monkeypatch.setattr(prepare, "cached_sent_tokenize", haystack.sentences)
     monkeypatch.setattr(prepare, "get_haystack", lambda type_haystack: words)
     made = haystack.make(tokenizer, "niah_multiquery", 2048, 3, stand_in)
