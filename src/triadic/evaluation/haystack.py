@@ -104,8 +104,9 @@ def _need_punkt() -> None:
             if attempt == 0:
                 nltk.download("punkt_tab", quiet=True)
     raise ValueError(
-        "RULER's essays are split into sentences by nltk's punkt_tab, which cannot be had; bring it with "
-        "python -m nltk.downloader punkt_tab, or give ruler.haystack=PATH, other text whose scores are kept apart"
+        "RULER's essays are split into sentences by nltk's punkt_tab, which cannot be had; bring it beside the essays: "
+        "python -m nltk.downloader punkt_tab, or its folder from another machine to ~/nltk_data/tokenizers/punkt_tab; "
+        "or give ruler.haystack=PATH, other text whose scores are kept apart"
     )
 
 
