@@ -141,7 +141,7 @@ def test_essays_that_cannot_be_had(monkeypatch, tmp_path, texts):
     monkeypatch.setattr("nltk.data.find", lambda name: (_ for _ in ()).throw(LookupError()))
     monkeypatch.setattr("nltk.download", lambda *_, **__: False)
     with pytest.raises(
-        ValueError, match="nltk's punkt_tab, which cannot be had; bring it .* to ~/nltk_data/tokenizers/punkt_tab"
+        ValueError, match=r"nltk's punkt_tab, which cannot be had; bring it .* to ~/nltk_data/tokenizers/punkt_tab"
     ):
         haystack.open_haystack(str(tmp_path / "essays.jsonl"), None)
 
