@@ -19,7 +19,7 @@ from triadic import settings
 from triadic.evaluation.config import RecallConfig
 from triadic.evaluation.documents import file_hash, local_file
 from triadic.evaluation.harness import check_end, check_fits, run_task, seed
-from triadic.evaluation.recall_tasks import TASKS, contains
+from triadic.evaluation.recall_tasks import TASKS, contains, read
 
 if TYPE_CHECKING:
     from triadic.evaluation.suite import Context
@@ -30,9 +30,7 @@ NEW_TOKENS = 48
 
 def check(context: "Context", config: RecallConfig) -> dict[str, str]:
     """Raise ValueError for unknown tasks, missing local files, and texts longer than the model takes."""
-    unknown = [task for task in config.tasks if task not in TASKS]
-    if unknown:
-        raise ValueError(f"recall.tasks names {', '.join(unknown)}; the recall tasks are {', '.join(TASKS)}")
+    _known(config)
     limit = context.checkpoint.max_length
     if limit is not None and config.context_length > limit:
         raise ValueError(
@@ -43,6 +41,20 @@ def check(context: "Context", config: RecallConfig) -> dict[str, str]:
     if config.folder is None:
         return {}  # the prompts' hashes are in the rows
     return {task: file_hash(local_file(config.folder, task, "recall.folder")) for task in config.tasks}
+
+
+def _known(config: RecallConfig) -> None:
+    unknown = [task for task in config.tasks if task not in TASKS]
+    if unknown:
+        raise ValueError(f"recall.tasks names {', '.join(unknown)}; the recall tasks are {', '.join(TASKS)}")
+
+
+def fetch(config: RecallConfig) -> None:
+    """Raise ValueError for unknown tasks, and for data that cannot be had or used."""
+    _known(config)
+    for task in config.tasks:
+        for _ in read(task, config.folder, config.nq):  # to the end, so that a bad row is found
+            pass
 
 
 def ready(context: "Context", config: RecallConfig) -> None:

@@ -43,9 +43,7 @@ ALLOWANCE = 256  # a prompt with its answer prefix and the generation may exceed
 
 def check(context: "Context", config: RulerConfig) -> dict[str, str]:
     """Raise ValueError for an unknown task, a length beyond what the model takes, or words or essays not to be had."""
-    unknown = [task for task in config.tasks if task not in TASKS]
-    if unknown:
-        raise ValueError(f"unknown ruler tasks {', '.join(unknown)}; this suite runs {', '.join(TASKS)}")
+    _known(config)
     limit = context.checkpoint.max_length
     too_long = [length for length in config.lengths if limit is not None and length > limit]
     if too_long:
@@ -61,9 +59,22 @@ def check(context: "Context", config: RulerConfig) -> dict[str, str]:
             f"{context.checkpoint.name} has learned {last} positions; take lengths of at most {last - ALLOWANCE}"
         )
     check_end(context.checkpoint)
-    generator()
+    fetch(config)
     haystack = _haystack(config)
     return {} if haystack is None else {haystack.name: haystack.sha256}  # the samples' hashes are in the rows
+
+
+def _known(config: RulerConfig) -> None:
+    unknown = [task for task in config.tasks if task not in TASKS]
+    if unknown:
+        raise ValueError(f"unknown ruler tasks {', '.join(unknown)}; this suite runs {', '.join(TASKS)}")
+
+
+def fetch(config: RulerConfig) -> None:
+    """Raise ValueError for unknown tasks, and for words or essays that cannot be had."""
+    _known(config)
+    generator()
+    _haystack(config)
 
 
 def ready(context: "Context", config: RulerConfig) -> None:

@@ -24,7 +24,7 @@ from triadic.evaluation.loading import Checkpoint, load_checkpoint
 # Each module has check(context, its section of the suite) -> fingerprints of the data it reads, which raises ValueError
 # for what cannot be measured, and measure(context, section) -> rows. Where steps need more, before the first of them:
 # ready(context, section) raises ValueError if one that is to be run cannot be, and prepare(context, section) makes what
-# they read in the output folder.
+# they read in the output folder. fetch(section) does what needs no checkpoint: ValueError if data cannot be had.
 PARTS = {
     "perplexity": "triadic.evaluation.perplexity",
     "wikitext": "triadic.evaluation.wikitext",
@@ -117,6 +117,18 @@ def evaluate(
         figures.draw(Path(output))
     share(lambda: None)
     return results
+
+
+def fetch(suite: SuiteConfig) -> list[str]:
+    """Read, or fetch into the hub's cache, what the parts of a suite need of data that no training makes; their names.
+
+    Raises ValueError in one sentence for data, tasks, metrics or packages that cannot be had.
+    """
+    modules = {part: _module(part) for part in suite.parts()}
+    parts = [part for part, module in modules.items() if hasattr(module, "fetch")]
+    for part in parts:
+        modules[part].fetch(suite.parts()[part])
+    return parts
 
 
 def _each(modules: dict[str, Any], function: str, context: Context, timing: dict | None = None) -> None:

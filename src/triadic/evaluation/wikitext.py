@@ -40,6 +40,11 @@ def check(context: "Context", config: WikitextConfig) -> dict[str, str]:
     return {"pages": hashlib.sha256("\0".join(_pages(config.path)).encode()).hexdigest()}
 
 
+def fetch(config: WikitextConfig) -> None:
+    """Raise ValueError unless the documents can be had."""
+    _pages(config.path)
+
+
 def measure(context: "Context", config: WikitextConfig) -> list[dict[str, Any]]:
     """Two rows: token perplexity and word perplexity, with the counts behind them."""
     documents = _documents(context, config)

@@ -47,12 +47,23 @@ def stock_tasks() -> TaskManager:
 
 def check(context: "Context", config: ZeroshotConfig) -> dict[str, str]:
     """Raise ValueError for tasks that lm-eval does not ship, and for local files that are missing."""
-    unknown = [task for task in config.metrics if task not in stock_tasks().all_subtasks]
-    if unknown:
-        raise ValueError(f"zeroshot.metrics names {', '.join(unknown)}, which lm-eval does not ship")
+    _known(config)
     if config.folder is None:
         return {}  # the hub's data go under the task's version
     return {task: file_hash(local_file(config.folder, task, "zeroshot.folder")) for task in config.metrics}
+
+
+def _known(config: ZeroshotConfig) -> None:
+    unknown = [task for task in config.metrics if task not in stock_tasks().all_subtasks]
+    if unknown:
+        raise ValueError(f"zeroshot.metrics names {', '.join(unknown)}, which lm-eval does not ship")
+
+
+def fetch(config: ZeroshotConfig) -> None:
+    """Raise ValueError for tasks and metrics that lm-eval does not ship, and for data that cannot be had or used."""
+    _known(config)
+    for task, metric in config.metrics.items():
+        _loaded(task, metric, config)
 
 
 def ready(context: "Context", config: ZeroshotConfig) -> None:
@@ -60,14 +71,19 @@ def ready(context: "Context", config: ZeroshotConfig) -> None:
     for task, metric in config.metrics.items():
         if context.journal.has(task):
             continue
-        loaded = load(task, config)
-        if metric not in (known := metrics(loaded)):
-            raise ValueError(
-                f"the task {task} has no metric {metric}; set another one in zeroshot.metrics: {', '.join(known)}"
-            )
+        loaded = _loaded(task, metric, config)
         with _needs_data(task):
             check_fits(context.lm(), loaded, config.samples, f"drop {task} from zeroshot.metrics")
         context.kept[f"zeroshot-{task}"] = loaded
+
+
+def _loaded(task: str, metric: str, config: ZeroshotConfig) -> Task:
+    loaded = load(task, config)
+    if metric not in (known := metrics(loaded)):
+        raise ValueError(
+            f"the task {task} has no metric {metric}; set another one in zeroshot.metrics: {', '.join(known)}"
+        )
+    return loaded
 
 
 def load(task: str, config: ZeroshotConfig) -> Task:
