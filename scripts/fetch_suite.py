@@ -22,4 +22,4 @@ if __name__ == "__main__":
         parts = fetch(settings.load(SuiteConfig, path, args.settings))
     except ValueError as error:
         sys.exit(f"error: {error}")
-    print(f"suite {args.suite}: all is there that these parts read: {', '.join(parts) or 'none of them reads such data'}")
+    print(f"suite {args.suite}: nothing is missing for {', '.join(parts) or 'it'}")
