@@ -44,7 +44,7 @@ def test_the_suite_holds_every_part_that_the_papers_tables_need(changes):
 
 def test_what_all_reads_is_fetched_or_named_without_a_checkpoint(changes, monkeypatch, capsys, tmp_path):
     def run(*more):
-        monkeypatch.setattr(sys, "argv", ["fetch_suite.py", "all", *changes, *more])
+        monkeypatch.setattr(sys, "argv", ["fetch_suite.py", "all", *changes, "zeroshot.metrics={copa: acc}", *more])
         runpy.run_path(str(ROOT / "scripts" / "fetch_suite.py"), run_name="__main__")
 
     run()
@@ -52,7 +52,7 @@ def test_what_all_reads_is_fetched_or_named_without_a_checkpoint(changes, monkey
     none = f"{tmp_path}/none"
     for change, message in {
         f"wikitext.path={none}": "there is no file",
-        f"zeroshot.folder={none}": "zeroshot.folder .* holds no lambada_openai.jsonl",
+        f"zeroshot.folder={none}": "zeroshot.folder .* holds no copa.jsonl",
         "zeroshot.metrics.copa=f1": "the task copa has no metric f1",
         f"recall.folder={none}": "recall.folder .* holds no fda.jsonl",
         "recall.tasks=[quac]": "recall.tasks names quac",
