@@ -1,6 +1,7 @@
 """Analyse checkpoints: python scripts/analyse.py runs/gdn [runs/e8 ...] --config FILE --output DIR [a.b=value ...]
 
-Writes results.json, table.md and figure.png: half-lives, write strengths, use of context, rank of the state.
+Writes results.json, table.md and figure.png: half-lives, write strengths, rank of the state (of models with our mixers,
+in the place of others too), use of context (of any causal language model).
 """
 
 import argparse
@@ -16,12 +17,8 @@ from triadic.origin import origin, versions
 
 
 def measure(name: str, config: AnalysisConfig) -> list[dict]:
-    """Rows of one checkpoint; raises ValueError for one that is not of this package or whose text is unknown."""
+    """Rows of one checkpoint: of a model without our mixers the use of context; ValueError if its text is unknown."""
     found = load_checkpoint(name)
-    if found.model.config.model_type != "triadic":
-        raise ValueError(
-            f"{name} is a {found.model.config.model_type} model; only models of this package have such gates"
-        )
     data = config.data or found.run.get("validation")
     if data is None:
         raise ValueError(f"{name} lies in no run folder, so its validation text is unknown; give data=PATH")

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Evaluate a checkpoint with one process for each visible GPU: scripts/eval.sh CHECKPOINT --suite demo --output DIR
+# Evaluate a checkpoint with one process for each visible GPU: scripts/eval.sh CHECKPOINT --suite NAME --output DIR
+# NAME: a file of configs/eval, or the path of another; without --suite, demo.
 set -eu
 script="$(dirname "$0")/evaluate.py"
 gpus=$(python -c "import torch; print(torch.cuda.device_count())")

@@ -32,7 +32,7 @@ class Grid:
     pairs: list[int]
     slices: list[int]
     seeds: int
-    training: mqar.MqarConfig
+    training: mqar.MqarTraining
     processes: int = 1  # at a time
     transition: float = 90.0  # about N at 50 % accuracy with E = 1
     reach: float | None = None  # doublings of N from there that are trained; null: all
@@ -41,27 +41,32 @@ class Grid:
     def __post_init__(self):
         for name in ("pairs", "slices"):
             values = getattr(self, name)
-            if not values or len(set(values)) != len(values):
-                raise ValueError(f"{name} must be different numbers, at least one, not {values}")
+            if not values or min(values) < 1 or len(set(values)) != len(values):
+                raise ValueError(f"{name} must be different numbers of at least 1, one or more of them, not {values}")
         for name in ("seeds", "processes", "transition", "reach", "seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value} but must be above 0{', or null' if name[0] in 'rs' else ''}")
+        if not self.runs():  # which raises if there can be no such run
+            raise ValueError(f"reach ({self.reach}) leaves no run near {self.transition} x E; raise it, or give null")
 
     def runs(self) -> list[mqar.MqarConfig]:
         """The runs: seeds outermost, then from the transition outwards; of two as far, the longer sequences first."""
 
-        def distance(run):
-            return round(abs(math.log2(run.pairs / (self.transition * run.slices))), 6)
+        def distance(pairs, slices):
+            return round(abs(math.log2(pairs / (self.transition * slices))), 6)
 
-        runs = [
-            dataclasses.replace(self.training, pairs=pairs, slices=slices, seed=seed)
-            for seed in range(self.seeds)
+        points = [
+            (distance(pairs, slices), -pairs, slices)
             for pairs in self.pairs
             for slices in self.slices
+            if self.reach is None or distance(pairs, slices) <= self.reach
         ]
-        runs = [run for run in runs if self.reach is None or distance(run) <= self.reach]
-        return sorted(runs, key=lambda run: (run.seed, distance(run), -run.pairs))
+        return [
+            mqar.one_run(self.training, -pairs, slices, seed)
+            for seed in range(self.seeds)
+            for _, pairs, slices in sorted(points, key=lambda point: point[:2])
+        ]
 
 
 def work(config: mqar.MqarConfig, index: int) -> dict:
@@ -115,7 +120,7 @@ def run(grid: Grid, output: Path, command: str, commit: str | None = None) -> di
     """
     training = settings.to_dict(grid.training)
     result = read(output) if output.exists() else {"training": training, "rows": []}
-    if result["training"] != training:
+    if {name: result["training"].get(name) for name in training} != training:
         raise ValueError(f"{output} holds runs of another configuration; name another --output or remove it")
     done = [row for row in result["rows"] if row["metric"] == "accuracy"]
     missing = [c for c in grid.runs() if (c.pairs, c.slices, c.seed) not in {(r["N"], r["E"], r["seed"]) for r in done}]

@@ -3,6 +3,7 @@ set -eu
 cd "$(dirname "$0")/../.."
 . recipes/scales/paper_400m.sh
 
+fetch
 prepare
 for model in gdn_400m gdn_400m_d256 gdn_400m_gva2 gdn_400m_dv256 gdn_400m_h16 triadic_gdn_400m_e2 \
     gdn_400m_d512 gdn_400m_gva4 gdn_400m_dv512 triadic_gdn_400m_e4 sgla_400m sgla_400m_d256 \

@@ -6,6 +6,10 @@
 #   LAUNCH    settings of accelerate
 # A RUN is a folder with pretrain/, extend/, evaluation/; a finished stage is not run again, a killed one resumes.
 
+fetch() { # what `evaluate` reads, or what is missing, before days of training
+    python scripts/fetch_suite.py "$SETTINGS/eval.yaml"
+}
+
 pretrain() { # RUN MODEL [a.b=value ...]
     run=runs/$SCALE/$1 architecture=$MODELS/$2.json
     shift 2

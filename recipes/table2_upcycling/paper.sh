@@ -3,6 +3,7 @@ set -eu
 cd "$(dirname "$0")/../.."
 . recipes/scales/paper_400m.sh
 
+fetch
 prepare
 for model in gdn_400m triadic_gdn_400m_e8 sgla_400m triadic_sgla_400m_e8; do
     pretrain "$model" "$model"

@@ -3,6 +3,7 @@ set -eu
 cd "$(dirname "$0")/../.."
 . recipes/scales/paper_400m.sh
 
+fetch
 prepare
 for model in gdn_400m hybrid_400m_gqa8 hybrid_400m_gqa4 hybrid_triadic_400m_e4_gqa8; do
     pretrain "$model" "$model"

@@ -3,6 +3,7 @@ set -eu
 cd "$(dirname "$0")/../.."
 . recipes/scales/paper_400m.sh
 
+fetch
 prepare
 for model in triadic_gdn_400m_e8_headgate triadic_gdn_400m_dk64_e16_headgate \
     triadic_gdn_400m_dk32_e32_headgate triadic_gdn_400m_dk32_e32_tied triadic_gdn_400m_e8 \

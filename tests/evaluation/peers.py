@@ -65,7 +65,7 @@ def ruler(clone: Path, folder: str, samples: int = 20) -> None:
     sys.path.insert(0, str(source))
     words = load(source / "constants.py", "constants").TASKS["niah"]
     scoring = load(clone / "scripts" / "eval" / "synthetic" / "constants.py", "scoring")
-    prepare = haystack._generator()
+    prepare = haystack.generator()
     make = prepare.generate_input_output
     for task, row in NEEDLES.items():
         given = {"save_dir": ".", "save_name": task, "tokenizer_path": folder, "tokenizer_type": "hf"}

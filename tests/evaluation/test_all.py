@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,28 @@ def test_the_suite_holds_every_part_that_the_papers_tables_need(changes):
     assert (len(suite.ruler.tasks), suite.ruler.samples, max(suite.ruler.lengths)) == (8, 500, 65_536)
     assert suite.ruler.haystack is None
     assert load(changes).recall.context_length == 200
+
+
+def test_what_all_reads_is_fetched_or_named_without_a_checkpoint(changes, monkeypatch, capsys, tmp_path):
+    def run(*more):
+        monkeypatch.setattr(sys, "argv", ["fetch_suite.py", "all", *changes, "zeroshot.metrics={copa: acc}", *more])
+        runpy.run_path(str(ROOT / "scripts" / "fetch_suite.py"), run_name="__main__")
+
+    run()
+    assert capsys.readouterr().out == "suite all: nothing is missing for wikitext, zeroshot, recall, ruler\n"
+    none = f"{tmp_path}/none"
+    for change, message in {
+        f"wikitext.path={none}": "there is no file",
+        f"zeroshot.folder={none}": "zeroshot.folder .* holds no copa.jsonl",
+        "zeroshot.metrics.copa=f1": "the task copa has no metric f1",
+        f"recall.folder={none}": "recall.folder .* holds no fda.jsonl",
+        "recall.tasks=[quac]": "recall.tasks names quac",
+        f"ruler.haystack={none}": "there are no documents at",
+        "ruler.tasks=[niah]": "unknown ruler tasks niah",
+        "wikitext.paths=1": "did you mean wikitext.path",
+    }.items():
+        with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+            run(change)
 
 
 @pytest.mark.slow
@@ -88,14 +111,7 @@ def test_all_is_the_same_killed_and_resumed_and_on_two_processes(changes, run_fo
 
 def test_mqar_trains_a_model_for_each_pair_slice_and_seed(tmp_path, monkeypatch):
     training = {"keys": 16, "values": 16, "embedding_size": 8, "hidden_size": 16, "heads": 2, "head_dim": 4}
-    training |= {
-        "intermediate_size": 16,
-        "steps": 1,
-        "tokens_per_step": 64,
-        "pairs": 4,
-        "test_sequences": 4,
-        "precision": "fp32",
-    }
+    training |= {"intermediate_size": 16, "steps": 1, "tokens_per_step": 64, "test_sequences": 4, "precision": "fp32"}
     grid = {"pairs": [4, 8], "slices": [2], "seeds": 2, "training": training}
     suite = settings.from_dict(config.SuiteConfig, {"name": "m", "mqar": grid})
     here = Context(_checkpoint(None), suite, journal.Journal(tmp_path, {}))

@@ -161,13 +161,14 @@ NOT_ROWS = {  # task, what its second row has instead -> what is said of it
 
 
 @pytest.mark.parametrize(("task", "column", "given"), NOT_ROWS)
-def test_a_row_that_cannot_be_used_is_found_before_the_first_step(task, column, given, tmp_path, recall_row):
+def test_a_row_that_cannot_be_used_is_found_before_the_first_step(task, column, given, tmp_path, recall_row, llama):
     rows = [recall_row(task, 0), recall_row(task, 1) | {column: given}]
     (tmp_path / f"{task}.jsonl").write_text("\n".join(json.dumps(row) + "\n" for row in rows))
-    here = Context(None, None, Journal(tmp_path / "out", {}))
+    suite = from_dict(SuiteConfig, {"name": "test", "recall": {"tasks": [task], "folder": str(tmp_path)}})
+    here = Context(load_checkpoint(str(llama), ModelConfig()), suite, Journal(tmp_path / "out", {}))
     said = NOT_ROWS[task, column, given]
     with pytest.raises(ValueError, match=rf"{task}.jsonl, line 3, has the {said}.*, for the recall task {task}; mend"):
-        recall.ready(here, RecallConfig(tasks=[task], folder=str(tmp_path)))
+        recall.ready(here, suite.recall)
     assert not (tmp_path / "out").exists()
 
 

@@ -257,11 +257,15 @@ def run_script(monkeypatch, name: str, *arguments: str):
 def test_evaluate_command(run_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     small = ["perplexity.window=64", "perplexity.buckets=[0,16,64]", "ruler=null", "sample=null", "checks={}"]
-    given = [str(run_folder), "--suite", "demo", "--output", str(tmp_path)]
+    given = [str(run_folder), "--output", str(tmp_path)]
     assert run_script(monkeypatch, "evaluate.py", *given, *small) == 0
-    assert "## Perplexity by position" in capsys.readouterr().out
-    failing = ["--overwrite", *small[:-1], "checks={min_gain_over_unigram: 1e9}"]
+    out, err = capsys.readouterr()
+    assert "## Perplexity by position" in out
+    names = ", ".join(sorted(path.stem for path in (ROOT / "configs" / "eval").glob("*.yaml")))
+    assert err.splitlines()[0] == f"suite demo: perplexity; --suite takes another: {names}, or a .yaml"
+    failing = ["--suite", "demo", "--overwrite", *small[:-1], "checks={min_gain_over_unigram: 1e9}"]
     assert run_script(monkeypatch, "evaluate.py", *given, *failing) == 1
+    assert capsys.readouterr().err.splitlines()[0] == "suite demo: perplexity"
     assert "FAILED" in (tmp_path / "results.md").read_text()
 
 

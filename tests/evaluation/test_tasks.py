@@ -126,6 +126,24 @@ def test_word_perplexity_equals_lm_evals(llama, pages, tmp_path):
     )
 
 
+def test_a_metric_of_all_documents_together_has_no_error_of_its_own(llama, tmp_path, monkeypatch):
+    """F1 of choices against labels; lm-eval gives each document the pair of them in a number's place."""
+    rows = [{"sentence1": "ka lo" * (i % 3), "sentence2": "mi" * i, "label": i // 2 % 2, "idx": i} for i in range(9)]
+    (tmp_path / "mrpc.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    lm, options = TriadicLM(str(llama)), config.ZeroshotConfig({"mrpc": "f1"}, folder=str(tmp_path))
+
+    def likelihoods(requests, **_):
+        return [(float(i * 7 % 5), False) for i in range(len(requests))]
+
+    monkeypatch.setattr(lm, "_loglikelihood_tokens", likelihoods)
+    row = zeroshot.score(lm, "mrpc", "f1", options)
+    found = run_task(lm, zeroshot.load("mrpc", options), zeroshot.stock_tasks())
+    pairs = [(sample["doc"]["label"], sample["f1"][1]) for sample in found["samples"]["mrpc"]]
+    both, either = pairs.count((1, 1)), pairs.count((0, 1)) + pairs.count((1, 0))
+    assert both > 0 < either
+    assert (row["value"], row["se"], row["samples"]) == (pytest.approx(2 * both / (2 * both + either)), None, 9)
+
+
 def test_what_is_missing_is_named(llama, local, pages, tmp_path, monkeypatch):
     def suite(**sections):
         return settings.from_dict(config.SuiteConfig, {"name": "tasks"} | sections)
@@ -155,8 +173,10 @@ def test_what_is_missing_is_named(llama, local, pages, tmp_path, monkeypatch):
     with monkeypatch.context() as online:  # a finished evaluation needs its data no more
         online.setattr(zeroshot, "load", lambda *_: None)
         online.setattr(zeroshot, "metrics", lambda *_: ["acc"])
+        for part in (zeroshot, recall):
+            online.setattr(part, "check_fits", lambda *_: None)
         online.setattr(zeroshot, "score", lambda *_: row | {"metric": "acc", "task": "piqa"})
-        online.setattr(recall, "read", lambda *_: iter(()))
+        online.setattr(recall, "load", lambda *_: None)
         online.setattr(recall, "score", lambda *_: row | {"metric": "recall", "task": "nq"})
         first = evaluate(str(llama), suite(**done), tmp_path / "out6")
     again = evaluate(str(llama), suite(**done), tmp_path / "out6")

@@ -75,6 +75,11 @@ def check_evaluate(arguments, processes, made):
     made.add(option(arguments, "--output"))
 
 
+def check_fetch(arguments, processes, made):
+    name = arguments[0] if arguments[0].endswith(".yaml") else f"configs/eval/{arguments[0]}.yaml"
+    settings.load(SuiteConfig, ROOT / name, overrides(arguments))
+
+
 def check_analyse(arguments, processes, made):
     assert arguments[0] in made
     made.add(option(arguments, "--output"))
@@ -96,6 +101,7 @@ CHECKS = {
     "scripts/pretrain.py": check_pretrain,
     "scripts/upcycle.py": check_upcycle,
     "scripts/evaluate.py": check_evaluate,
+    "scripts/fetch_suite.py": check_fetch,
     "scripts/analyse.py": check_analyse,
     "scripts/compare.py": check_compare,
     "recipes/collect.py": check_collect,
@@ -110,6 +116,9 @@ def test_each_command_can_run(script, calls):
         assert (ROOT / program).is_file(), program
         if program in CHECKS:
             CHECKS[program](arguments, processes, made)
+    suites = {option(words, "--suite") for program, words, _ in commands if program == "scripts/evaluate.py"}
+    if suites and script.stem == "paper":  # days lie between the first command and the first evaluation
+        assert [(commands[0][0], {commands[0][1][0]})] == [("scripts/fetch_suite.py", suites)]
     assert commands[-1][0] == "recipes/collect.py"
     assert commands[-1][1][0] == f"recipes/{script.parent.name}"
     assert option(commands[-1][1], "--scale") == script.stem

@@ -1,6 +1,7 @@
 """expected.json of each recipe against the paper's numbers, what our configs compute, and the other recipes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,13 @@ def test_small_models_are_the_papers_at_half_width_and_depth():
             assert ours.get(name) == theirs.get(name), (small, name)
         assert ours["layer_types"] == theirs["layer_types"][:12]
         assert count_parameters(TriadicConfig(**ours))[0] == pytest.approx(56.2e6, rel=0.025)
+
+
+@pytest.mark.parametrize("recipe", EXPECTED)
+def test_each_readme_says_which_scales_have_no_results(recipe):
+    (state,) = re.findall(r"^\*\*State\.\*\* .*$", (ROOT / "recipes" / recipe / "README.md").read_text(), re.MULTILINE)
+    for scale in ("small", "paper"):
+        table = (ROOT / "recipes" / recipe / "results" / scale / "table.md").read_text()
+        measured = ".json`: commit" in table
+        assert measured == (re.search(rf"`{scale}`[^.]* not been run", state) is None)
+        assert measured or "- No results yet: " in table

@@ -227,7 +227,7 @@ def test_summary_gives_capacity_and_gain_for_each_e():
         for n in (32, 64, 128, 256)
         for s in (0, 1)
     ]
-    found = {(row["metric"], row["E"]): row["value"] for row in mqar.summarize(rows, mqar.MqarConfig())}
+    found = {(row["metric"], row["E"]): row["value"] for row in mqar.summarize(rows, mqar.MqarTraining())}
     assert found["capacity", 2] == pytest.approx(2 * found["capacity", 1])
     assert found["capacity_gain", 4] == pytest.approx(2.0)
     assert ("capacity_gain", 1) not in found
@@ -263,8 +263,8 @@ def test_program_fills_a_grid_and_goes_on_where_it_stopped(program, tmp_path):
 
 def test_grids_and_outputs_that_cannot_be_are_refused(program, tmp_path):
     grid = settings.load(program.Grid, RECIPE / "smoke.yaml")
-    for changes in ({"pairs": []}, {"slices": [1, 1]}):
-        with pytest.raises(ValueError, match=r"must be different numbers, at least one, not \["):
+    for changes in ({"pairs": []}, {"slices": [1, 1]}, {"pairs": [0, 2]}):
+        with pytest.raises(ValueError, match=r"must be different numbers of at least 1, one or more of them, not \["):
             dataclasses.replace(grid, **changes)
     for content in ("[]", "{}", "{"):
         (tmp_path / "other.json").write_text(content)
@@ -276,8 +276,30 @@ def test_grids_and_outputs_that_cannot_be_are_refused(program, tmp_path):
         program.run(dataclasses.replace(grid, pairs=[2], slices=[1]), tmp_path / "other.json" / "mqar.json", "test")
 
 
+def test_what_a_grid_trains_is_checked_and_nothing_else(program):
+    """keys = 16 is too few for the 256 pairs of a single run's default, which no run of the grid has."""
+    grid = settings.load(program.Grid, RECIPE / "smoke.yaml")
+    assert grid.training.keys == 16
+    with pytest.raises(ValueError, match=r"pairs \(32\) must not exceed keys \(16\)"):
+        dataclasses.replace(grid, pairs=[2, 32])
+    assert {run.pairs for run in dataclasses.replace(grid, pairs=[2, 32], transition=2, reach=1).runs()} == {2}
+    with pytest.raises(ValueError, match=r"reach \(0\.1\) leaves no run near 90\.0 x E"):
+        dataclasses.replace(grid, reach=0.1)
+    with pytest.raises(settings.SettingsError, match=r"unknown key training\.pairs"):
+        settings.load(program.Grid, RECIPE / "smoke.yaml", ["training.pairs=2"])
+
+
+def test_a_file_that_also_names_what_each_run_has_of_its_own_goes_on(program, tmp_path):
+    """As files did in which `training` was one run of the grid."""
+    grid = dataclasses.replace(settings.load(program.Grid, RECIPE / "smoke.yaml"), pairs=[2], slices=[1])
+    row = {"metric": "accuracy", "N": 2, "E": 1, "seed": 0, "value": 1.0}
+    file = {"training": settings.to_dict(grid.training) | {"pairs": 2, "slices": 8, "seed": 0}, "rows": [row]}
+    (tmp_path / "mqar.json").write_text(json.dumps(file))
+    assert program.run(grid, tmp_path / "mqar.json", "test") == file
+
+
 def test_runs_near_the_fall_of_each_curve_come_first(program):
-    grid = program.Grid(pairs=[32, 64, 128, 256], slices=[1, 2], seeds=2, training=mqar.MqarConfig(), transition=64.0)
+    grid = program.Grid([32, 64, 128, 256], slices=[1, 2], seeds=2, training=mqar.MqarTraining(), transition=64.0)
     order = [(run.seed, run.slices, run.pairs) for run in grid.runs()]
     assert order[:6] == [(0, 2, 128), (0, 1, 64), (0, 2, 256), (0, 1, 128), (0, 2, 64), (0, 1, 32)]
     assert [seed for seed, *_ in order] == [0] * 8 + [1] * 8
@@ -316,7 +338,7 @@ def test_grids_load(scale, program):
     grid = settings.load(program.Grid, RECIPE / f"{scale}.yaml")
     assert len(grid.runs()) == (51 if scale == "small" else len(grid.pairs) * len(grid.slices) * grid.seeds)
     if scale == "paper":
-        assert (len(grid.runs()), grid.training) == (1000, mqar.MqarConfig())
+        assert (len(grid.runs()), grid.training) == (1000, mqar.MqarTraining())
 
 
 @pytest.mark.parametrize(
@@ -334,6 +356,8 @@ def test_grids_load(scale, program):
         ({"slices": 0}, "slices \\(0\\) must be at least 1"),
         ({"values": 0}, "values \\(0\\) must be at least 1"),
         ({"warmup_steps": -1}, "warmup_steps \\(-1\\) must be at least 0"),
+        ({"learning_rate": 0.0}, "learning_rate \\(0.0\\) must be above 0"),
+        ({"weight_decay": -0.1}, "weight_decay \\(-0.1\\) must be at least 0"),
     ],
 )
 def test_impossible_tasks_are_refused(changes, message):

@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from triadic.models import TriadicForCausalLM
+from triadic.models.losses import tokens_per_chunk
 
 
 def tail_loss(
-    model: TriadicForCausalLM,
+    model: PreTrainedModel,
     lengths: Sequence[int],
     read: Callable[[int, int, int], Any],
     contexts: Sequence[int],
@@ -51,9 +53,11 @@ def tail_loss(
     return rows
 
 
-def _last_losses(model: TriadicForCausalLM, ids: Tensor, tail: int) -> float:
+@torch.no_grad()
+def _last_losses(model: PreTrainedModel, ids: Tensor, tail: int) -> float:
     """Mean loss in nats on the last `tail` of ids [n], n > tail, after all before them."""
-    targets = torch.full_like(ids[1:], -100)
-    targets[-tail:] = ids[-tail:]
-    losses = model.token_losses(ids[None, :-1], shift_labels=targets[None])  # [1, n - 1], 0 where ignored
-    return float(losses.double().sum() / tail)
+    hidden = model.base_model(input_ids=ids[None, :-1], use_cache=False).last_hidden_state[0, -tail:]  # [tail, D]
+    head = model.get_output_embeddings()
+    pieces = zip(*(x.split(tokens_per_chunk(head.weight)) for x in (hidden, ids[-tail:])), strict=True)
+    losses = [F.cross_entropy(head(x).float(), targets, reduction="sum").item() for x, targets in pieces]
+    return sum(losses) / tail

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from triadic.models import TriadicForCausalLM
 from triadic.models.mixers import TriadicLinearAttention
 
 BINS = 40  # of the distribution of beta
@@ -47,23 +47,29 @@ class LayerGates:
             self.histogram = counts if self.histogram is None else self.histogram + counts
 
 
+def linear_mixers(model: PreTrainedModel) -> dict[int, TriadicLinearAttention]:
+    """The linear-attention layers of this package in a model, its own or in the place of others, by layer."""
+    return {m.layer_idx: m for m in model.base_model.modules() if isinstance(m, TriadicLinearAttention)}
+
+
 @torch.no_grad()
-def observe_gates(model: TriadicForCausalLM, windows: Iterable[Tensor]) -> list[LayerGates]:
+def observe_gates(model: PreTrainedModel, windows: Iterable[Tensor]) -> list[LayerGates]:
     """Run `model` over windows of token ids [B, T] and sum up the gates of each linear-attention layer.
 
     Raises ValueError if the model has no such layer.
     """
-    mixers = {i: layer.mixer for i, layer in enumerate(model.model.layers)}
-    seen = {i: LayerGates(i) for i, mixer in mixers.items() if isinstance(mixer, TriadicLinearAttention)}
-    if not seen:
-        raise ValueError("the model has no linear-attention layer, so it has no gates to look at")
-    hooks = [
-        mixers[i].register_forward_pre_hook(lambda module, args, gates=gates: gates.add(module, args[0]))
-        for i, gates in seen.items()
-    ]
+    mixers = linear_mixers(model)
+    if not mixers:
+        raise ValueError("the model has no linear-attention layer of this package, so it has no gates to look at")
+    seen = {i: LayerGates(i) for i in mixers}
+
+    def count(mixer, args, named):
+        seen[mixer.layer_idx].add(mixer, args[0] if args else named["hidden_states"])
+
+    hooks = [mixer.register_forward_pre_hook(count, with_kwargs=True) for mixer in mixers.values()]
     try:
         for window in windows:
-            model.model(window, use_cache=False)
+            model.base_model(input_ids=window, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()

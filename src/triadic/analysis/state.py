@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from triadic.models import TriadicForCausalLM
-from triadic.models.cache import new_cache
+from triadic.analysis.gates import linear_mixers
+from triadic.models.cache import CACHE_NAME, new_cache
 
 UNFOLDINGS = {  # name -> state [..., E, K, V] as matrices
     "EK x V": lambda state: state.flatten(-3, -2),
@@ -30,15 +31,15 @@ def effective_rank(matrices: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def state_ranks(model: TriadicForCausalLM, windows: Iterable[Tensor], positions: Sequence[int]) -> list[dict[str, Any]]:
+def state_ranks(model: PreTrainedModel, windows: Iterable[Tensor], positions: Sequence[int]) -> list[dict[str, Any]]:
     """Rows of the mean effective rank of all heads' states after each of the `positions`, overall and by layer.
 
     windows: token ids [B, T], T at least the last position. Raises ValueError for shorter windows, positions that do
     not rise, and models without linear-attention layers.
     """
-    linear = [i for i, kind in enumerate(model.config.layer_types) if kind == "linear_attention"]
+    linear = list(linear_mixers(model))
     if not linear:
-        raise ValueError("the model has no linear-attention layer, so it has no recurrent state")
+        raise ValueError("the model has no linear-attention layer of this package, so it has no such state")
     if list(positions) != sorted(set(positions)) or positions[0] < 1:
         raise ValueError(f"positions must rise from at least 1, not {list(positions)}")
     found: dict[tuple[str, int, int], list[Tensor]] = {}
@@ -47,7 +48,7 @@ def state_ranks(model: TriadicForCausalLM, windows: Iterable[Tensor], positions:
             raise ValueError(f"a window of {window.shape[1]} tokens is shorter than the position {positions[-1]}")
         cache, start = new_cache(model.config), 0
         for position in positions:
-            model.model(window[:, start:position], past_key_values=cache, use_cache=True)
+            model.base_model(input_ids=window[:, start:position], use_cache=True, **{CACHE_NAME: cache})
             start = position
             for layer in linear:
                 state = cache.layers[layer].read()[1]  # [B, HV, E, K, V]

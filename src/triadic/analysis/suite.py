@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from triadic.analysis.context import tail_loss
-from triadic.analysis.gates import half_lives, observe_gates, write_strengths
+from triadic.analysis.gates import half_lives, linear_mixers, observe_gates, write_strengths
 from triadic.analysis.state import state_ranks
-from triadic.models import TriadicForCausalLM
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class AnalysisConfig:
 
 
 def analyse(
-    model: TriadicForCausalLM, lengths: Sequence[int], read: Callable[[int, int, int], Any], config: AnalysisConfig
+    model: PreTrainedModel, lengths: Sequence[int], read: Callable[[int, int, int], Any], config: AnalysisConfig
 ) -> list[dict[str, Any]]:
-    """Rows of every analysis that the model has something for (a Transformer: only the use of context).
+    """Rows of every analysis that the model has something for (one without our mixers: only the use of context).
 
     `lengths` are the documents' in tokens, `read(document, start, stop)` gives token ids. Raises ValueError if no
     document is long enough.
@@ -48,7 +48,7 @@ def analyse(
             yield ids[None].to(model.device)  # [1, T]
 
     rows = []
-    if "linear_attention" in model.config.layer_types:
+    if linear_mixers(model):
         gates = observe_gates(model, windows())
         rows += half_lives(gates) + write_strengths(gates)
         if config.rank_positions:

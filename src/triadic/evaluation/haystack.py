@@ -8,6 +8,7 @@ does), and sentences end at a full stop, question or exclamation mark with space
 import contextlib
 import functools
 import hashlib
+import importlib
 import importlib.resources
 import io
 import json
@@ -103,8 +104,9 @@ def _need_punkt() -> None:
             if attempt == 0:
                 nltk.download("punkt_tab", quiet=True)
     raise ValueError(
-        "RULER's essays are split into sentences by nltk's punkt_tab, which cannot be had; bring it with "
-        "python -m nltk.downloader punkt_tab, or give ruler.haystack=PATH, other text whose scores are kept apart"
+        "RULER's essays are split into sentences by nltk's punkt_tab, which cannot be had; bring it beside the essays: "
+        "python -m nltk.downloader punkt_tab, or its folder from another machine to ~/nltk_data/tokenizers/punkt_tab; "
+        "or give ruler.haystack=PATH, other text whose scores are kept apart"
     )
 
 
@@ -131,7 +133,7 @@ def make(
     tokenizer: PreTrainedTokenizerBase, task: str, length: int, samples: int, haystack: Haystack | None
 ) -> list[dict[str, Any]]:
     """Samples as lm-eval makes them with its default seeds when it runs the task alone at this length."""
-    stock = _generator().generate_samples
+    stock = generator().generate_samples
     made: list[dict[str, Any]] = []
 
     def generate(text: Any, **options: Any) -> list[dict[str, Any]]:
@@ -153,7 +155,7 @@ def fill(words: list[str], TOKENIZER: Any, *, max_seq_length: int, num_samples: 
 
     Arguments and samples are lm-eval's: index, input, outputs, length, max_length, gen_prefix.
     """
-    prepare = _generator()
+    prepare = generator()
     keys = max(options.get("num_needle_k", 1), options.get("num_needle_q", 1))
     options = {"num_needle_k": 1, "num_needle_v": 1, "num_needle_q": 1} | options | {"num_needle_k": keys}
 
@@ -204,7 +206,7 @@ def _replaced(**functions: Any) -> Iterator[None]:
     users = "lm_eval.tasks.ruler.niah_utils"  # lm-eval keeps it loaded, with the functions that it was loaded with
     sys.modules.pop(users, None)
     try:
-        with _quiet(), mock.patch.multiple(_generator(), **functions):
+        with _quiet(), mock.patch.multiple(generator(), **functions):
             yield
     finally:
         sys.modules.pop(users, None)
@@ -216,11 +218,19 @@ def _manager(tokenizer: PreTrainedTokenizerBase, length: int) -> TaskManager:
 
 
 @functools.cache
-def _generator() -> Any:
-    """lm-eval's module of samples; its import would fetch a sentence splitter that most tasks never use."""
-    with _quiet():
-        from lm_eval.tasks.ruler import prepare_niah
-    return prepare_niah
+def generator() -> Any:
+    """lm-eval's module of samples; its import would fetch a sentence splitter that most tasks never use.
+
+    Raises ValueError if a package that it needs is missing.
+    """
+    try:
+        with _quiet():
+            return importlib.import_module("lm_eval.tasks.ruler.prepare_niah")
+    except ImportError as error:
+        lacking = getattr(error.__cause__, "name", None) or one_line(error)
+        raise ValueError(
+            f"RULER's samples need {lacking}, which is not installed: pip install -e '.[eval]' in the repository"
+        ) from error
 
 
 @contextlib.contextmanager

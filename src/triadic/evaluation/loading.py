@@ -92,6 +92,12 @@ def load_checkpoint(name: str, config: ModelConfig | None = None) -> Checkpoint:
     if len(tokenizer) > vocabulary:
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but the model {name} only {vocabulary}")
     check_head(model)
+    last = learned_positions(model)
+    if config.max_length is not None and last is not None and config.max_length > last:
+        raise ValueError(
+            f"model.max_length is {config.max_length}, but {name} has learned {last} positions and knows no others; "
+            "lower it"
+        )
     return Checkpoint(
         name=name,
         folder=str(folder),
@@ -108,8 +114,11 @@ def facts_without_weights(name: str, config: ModelConfig) -> tuple[str, int | No
     """The tokenizer's hash and the longest input of a checkpoint, as `load_checkpoint` would give them."""
     folder, options = find_checkpoint(name), {"trust_remote_code": config.trust_remote_code}
     tokenizer = load_tokenizer(config.tokenizer or folder, **options)
-    limit = config.max_length or position_limit(AutoConfig.from_pretrained(folder, **options))
-    return tokenizer_hash(tokenizer), limit
+    try:
+        limit = position_limit(AutoConfig.from_pretrained(folder, **options))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder} cannot be loaded: {one_line(error)}") from error
+    return tokenizer_hash(tokenizer), config.max_length or limit
 
 
 def run_facts(folder: Path) -> dict[str, Any]:
@@ -146,6 +155,14 @@ def position_limit(config: AutoConfig) -> int | None:
     if getattr(config, "position_embedding", None) == "none":
         return None
     return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+
+
+def learned_positions(model: PreTrainedModel) -> int | None:
+    """How many positions a model has an embedding for (GPT-2 and its like); None if it computes them."""
+    words = model.get_input_embeddings()
+    tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not words]
+    limit = position_limit(model.config)
+    return limit if any(limit is not None and limit <= m.num_embeddings <= limit + 2 for m in tables) else None
 
 
 def weights_hash(folder: Path) -> str:

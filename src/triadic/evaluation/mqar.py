@@ -39,12 +39,9 @@ TEST_SEED = 1_000_003  # of the held-out sequences; training draws with the run'
 
 
 @dataclasses.dataclass(frozen=True)
-class MqarConfig:
-    """One run: the paper's values, for N and E of your choice."""
+class MqarTraining:
+    """What the runs of a grid have in common: the paper's values."""
 
-    pairs: int = 256  # N
-    slices: int = 8  # E
-    seed: int = 0
     keys: int = 8192  # vocabulary: keys, then values
     values: int = 8192
     embedding_size: int = 64
@@ -75,6 +72,26 @@ class MqarConfig:
                 f"hidden_size ({self.hidden_size}) must be twice embedding_size ({self.embedding_size}): a token is "
                 "two embeddings side by side"
             )
+        if self.growth_steps and self.growth_from < 2:
+            raise ValueError(
+                f"growth_from ({self.growth_from}) must be at least 2: of a single pair the loss is never below log 1"
+            )
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate ({self.learning_rate}) must be above 0")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"weight_decay ({self.weight_decay}) must be at least 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class MqarConfig(MqarTraining):
+    """One run: a training, for N and E of your choice."""
+
+    pairs: int = 256  # N
+    slices: int = 8  # E
+    seed: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
         if self.pairs > self.keys:
             raise ValueError(
                 f"pairs ({self.pairs}) must not exceed keys ({self.keys}): a sequence's keys are different"
@@ -83,10 +100,12 @@ class MqarConfig:
             raise ValueError(
                 f"tokens_per_step ({self.tokens_per_step}) must hold at least one sequence of {2 * self.pairs} tokens"
             )
-        if self.growth_steps and self.growth_from < 2:
-            raise ValueError(
-                f"growth_from ({self.growth_from}) must be at least 2: of a single pair the loss is never below log 1"
-            )
+
+
+def one_run(training: MqarTraining, pairs: int, slices: int, seed: int = 0) -> MqarConfig:
+    """A run of a grid; raises ValueError if there can be no such run."""
+    common = {field.name: getattr(training, field.name) for field in dataclasses.fields(MqarTraining)}
+    return MqarConfig(**common, pairs=pairs, slices=slices, seed=seed)
 
 
 def model_config(config: MqarConfig) -> TriadicConfig:
@@ -275,15 +294,15 @@ def _autocast(config: MqarConfig, device: torch.device):
     return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
 
 
-def summarize(rows: list[dict[str, Any]], config: MqarConfig) -> Iterator[dict[str, Any]]:
+def summarize(rows: list[dict[str, Any]], training: MqarTraining) -> Iterator[dict[str, Any]]:
     """For each E of the accuracy rows: parameters, N at 50 % accuracy, and its ratio to that of half the E."""
     capacities: dict[int, float] = {}
-    base = count_non_embedding(dataclasses.replace(config, slices=1))
+    base = count_non_embedding(one_run(training, 1, 1))
     for slices in sorted({row["E"] for row in rows}):
-        own = dataclasses.replace(config, slices=slices)
-        vocabulary = (config.keys + config.values) * (config.embedding_size + config.hidden_size)
-        yield {"metric": "params_m", "E": slices, "value": (count_non_embedding(own) + vocabulary) / 1e6}
-        yield {"metric": "non_embedding_ratio", "E": slices, "value": count_non_embedding(own) / base}
+        count = count_non_embedding(one_run(training, 1, slices))
+        vocabulary = (training.keys + training.values) * (training.embedding_size + training.hidden_size)
+        yield {"metric": "params_m", "E": slices, "value": (count + vocabulary) / 1e6}
+        yield {"metric": "non_embedding_ratio", "E": slices, "value": count / base}
         curve: dict[int, list[float]] = {}
         for row in rows:
             if row["E"] == slices:
@@ -323,7 +342,7 @@ def check(context: "Context", config: "MqarGridConfig") -> dict[str, str]:
 def measure(context: "Context", config: "MqarGridConfig") -> list[dict[str, Any]]:
     """One row for each model trained, then what `summarize` makes of them. Processes share the runs between them."""
     runs = [
-        dataclasses.replace(config.training, pairs=pairs, slices=slices, seed=seed)
+        one_run(config.training, pairs, slices, seed)
         for slices in _slices(context, config)
         for pairs in config.pairs
         for seed in range(config.seeds)

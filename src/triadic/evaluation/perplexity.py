@@ -55,6 +55,13 @@ def check(context: "Context", config: PerplexityConfig) -> dict[str, str]:
     return found
 
 
+def ready(context: "Context", config: PerplexityConfig) -> None:
+    """Raise ValueError for a baseline that cannot be loaded, if some of its windows are to be scored."""
+    firsts = range(0, len(_windows(context, config)[1]), config.windows_per_step)
+    if config.baseline is not None and not all(context.journal.has(_step("baseline", first)) for first in firsts):
+        load_checkpoint(config.baseline, _baseline_options(context))  # and again when its turn comes
+
+
 def measure(context: "Context", config: PerplexityConfig) -> list[dict[str, Any]]:
     """The rows of this part: perplexity by bucket, loss by position, the drop between buckets, loss over unigram."""
     documents, windows = _windows(context, config)
@@ -84,6 +91,10 @@ def _windows(context: "Context", config: PerplexityConfig) -> tuple[Documents, l
         windows = full_windows(documents, config.window, config.max_windows)
         context.kept["windows"] = documents, windows
     return context.kept["windows"]
+
+
+def _step(name: str, first: int) -> str:
+    return f"{name}-{first:06d}"
 
 
 def unigram_losses(store: TokenStore, vocabulary: int) -> np.ndarray:
@@ -160,7 +171,7 @@ def _measured(
     with tqdm(total=len(windows), desc=name, unit="window", disable=rank() != 0) as bar:
         for first in range(0, len(windows), config.windows_per_step):
             group = windows[first : first + config.windows_per_step]
-            rows += context.journal.once(f"{name}-{first:06d}", functools.partial(step, group))
+            rows += context.journal.once(_step(name, first), functools.partial(step, group))
             bar.n = len(rows)
             bar.refresh()
     return {key: np.array([row[key] for row in rows]) for key in rows[0]}

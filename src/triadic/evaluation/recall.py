@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.model import LM
+from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
 from triadic import settings
 from triadic.evaluation.config import RecallConfig
 from triadic.evaluation.documents import file_hash, local_file
-from triadic.evaluation.harness import run_task
+from triadic.evaluation.harness import check_end, check_fits, run_task, seed
 from triadic.evaluation.recall_tasks import TASKS, contains, read
 
 if TYPE_CHECKING:
@@ -29,33 +30,47 @@ NEW_TOKENS = 48
 
 def check(context: "Context", config: RecallConfig) -> dict[str, str]:
     """Raise ValueError for unknown tasks, missing local files, and texts longer than the model takes."""
-    unknown = [task for task in config.tasks if task not in TASKS]
-    if unknown:
-        raise ValueError(f"recall.tasks names {', '.join(unknown)}; the recall tasks are {', '.join(TASKS)}")
+    _known(config)
     limit = context.checkpoint.max_length
     if limit is not None and config.context_length > limit:
         raise ValueError(
             f"recall.context_length is {config.context_length}, but {context.checkpoint.name} takes at most {limit} "
             "tokens; lower it, or raise model.max_length if the model can extrapolate"
         )
+    check_end(context.checkpoint)
     if config.folder is None:
         return {}  # the prompts' hashes are in the rows
     return {task: file_hash(local_file(config.folder, task, "recall.folder")) for task in config.tasks}
 
 
+def _known(config: RecallConfig) -> None:
+    unknown = [task for task in config.tasks if task not in TASKS]
+    if unknown:
+        raise ValueError(f"recall.tasks names {', '.join(unknown)}; the recall tasks are {', '.join(TASKS)}")
+
+
+def fetch(config: RecallConfig) -> None:
+    """Raise ValueError for unknown tasks, and for data that cannot be had or used."""
+    _known(config)
+    for task in config.tasks:
+        for _ in read(task, config.folder, config.nq):  # to the end, so that a bad row is found
+            pass
+
+
 def ready(context: "Context", config: RecallConfig) -> None:
-    """Raise ValueError for data that cannot be had, of what is to be run."""
+    """Load what is to be run; raises ValueError for data that cannot be had and prompts that the model cannot take."""
     for task in config.tasks:
         if not context.journal.has(f"recall-{task}"):
-            for _ in read(task, config.folder, config.nq):  # to the end, so that a bad row is found now
-                pass
+            loaded = load(context.lm(), task, config)
+            check_fits(context.lm(), loaded, config.samples, "lower recall.context_length")
+            context.kept[f"recall-{task}"] = loaded
 
 
 def measure(context: "Context", config: RecallConfig) -> list[dict[str, Any]]:
     """One row for each task, and with all six of them one with their unweighted mean."""
 
     def run(task: str) -> dict[str, Any] | None:
-        return score(context.lm(), task, config)
+        return score(context.lm(), task, config, context.kept.pop(f"recall-{task}", None))
 
     rows = [context.journal.once(f"recall-{task}", functools.partial(run, task)) for task in config.tasks]
     if set(config.tasks) == set(TASKS):
@@ -64,17 +79,27 @@ def measure(context: "Context", config: RecallConfig) -> list[dict[str, Any]]:
     return rows
 
 
-def score(lm: LM, task: str, config: RecallConfig) -> dict[str, Any] | None:
-    """Run one task on any lm-eval model with a tokenizer; None in all processes but the first.
+def load(lm: LM, task: str, config: RecallConfig) -> Task:
+    """The task with its prompts, cut by the model's tokenizer; raises ValueError if its data cannot be had."""
+    seed()
+    return _manager(lm, config).load([f"recall_{task}"])["tasks"][f"recall_{task}"]
+
+
+def _manager(lm: LM, config: RecallConfig) -> TaskManager:
+    options = settings.to_dict(config)
+    metadata = {key: options[key] for key in ("context_length", "centre", "nq", "folder")}
+    return TaskManager(
+        include_path=str(FOLDER), include_defaults=False, metadata=metadata | {"tokenizer": lm.tokenizer.name_or_path}
+    )
+
+
+def score(lm: LM, task: str, config: RecallConfig, loaded: Task | None = None) -> dict[str, Any] | None:
+    """Run one task, `loaded` already or not, on any lm-eval model; None in all processes but the first.
 
     Raises ValueError if its data cannot be had or a prompt is not what the model was given.
     """
-    options = settings.to_dict(config)
-    metadata = {key: options[key] for key in ("context_length", "centre", "nq", "folder")}
-    manager = TaskManager(
-        include_path=str(FOLDER), include_defaults=False, metadata=metadata | {"tokenizer": lm.tokenizer.name_or_path}
-    )
-    found = run_task(lm, f"recall_{task}", manager, config.samples)
+    loaded = load(lm, task, config) if loaded is None else loaded
+    found = run_task(lm, loaded, _manager(lm, config), config.samples)
     if found is None:
         return None
     samples = sorted(found["samples"][f"recall_{task}"], key=lambda sample: sample["doc_id"])

@@ -17,15 +17,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lm_eval.api.model import LM
-from transformers import PreTrainedModel
+from tqdm import tqdm
 
 from triadic.evaluation.config import RulerConfig
-from triadic.evaluation.harness import TriadicLM, run_task
-from triadic.evaluation.haystack import ESSAY_TASKS, NEW_TOKENS, TASKS, Haystack, frozen, open_haystack, stock_tasks
-from triadic.evaluation.journal import share
-from triadic.evaluation.loading import position_limit
+from triadic.evaluation.harness import TriadicLM, check_end, run_task
+from triadic.evaluation.haystack import (
+    ESSAY_TASKS,
+    NEW_TOKENS,
+    TASKS,
+    Haystack,
+    frozen,
+    generator,
+    open_haystack,
+    stock_tasks,
+)
+from triadic.evaluation.journal import rank, share
+from triadic.evaluation.loading import learned_positions
 
 if TYPE_CHECKING:
     from triadic.evaluation.suite import Context
@@ -34,10 +42,8 @@ ALLOWANCE = 256  # a prompt with its answer prefix and the generation may exceed
 
 
 def check(context: "Context", config: RulerConfig) -> dict[str, str]:
-    """Raise ValueError for an unknown task, a length beyond what the model takes, or essays that cannot be had."""
-    unknown = [task for task in config.tasks if task not in TASKS]
-    if unknown:
-        raise ValueError(f"unknown ruler tasks {', '.join(unknown)}; this suite runs {', '.join(TASKS)}")
+    """Raise ValueError for an unknown task, a length beyond what the model takes, or words or essays not to be had."""
+    _known(config)
     limit = context.checkpoint.max_length
     too_long = [length for length in config.lengths if limit is not None and length > limit]
     if too_long:
@@ -52,22 +58,49 @@ def check(context: "Context", config: RulerConfig) -> dict[str, str]:
             f"ruler.lengths has {too_long}, whose prompts and answers can take {ALLOWANCE} tokens more, but "
             f"{context.checkpoint.name} has learned {last} positions; take lengths of at most {last - ALLOWANCE}"
         )
+    check_end(context.checkpoint)
+    fetch(config)
     haystack = _haystack(config)
     return {} if haystack is None else {haystack.name: haystack.sha256}  # the samples' hashes are in the rows
 
 
+def _known(config: RulerConfig) -> None:
+    unknown = [task for task in config.tasks if task not in TASKS]
+    if unknown:
+        raise ValueError(f"unknown ruler tasks {', '.join(unknown)}; this suite runs {', '.join(TASKS)}")
+
+
+def fetch(config: RulerConfig) -> None:
+    """Raise ValueError for unknown tasks, and for words or essays that cannot be had."""
+    _known(config)
+    generator()
+    _haystack(config)
+
+
+def ready(context: "Context", config: RulerConfig) -> None:
+    """Raise ValueError unless the model can be asked, if it is to be."""
+    if _missing(context, config):
+        context.lm()
+
+
+def prepare(context: "Context", config: RulerConfig) -> None:
+    """Make the samples of all that is to be run; raises ValueError if some are not as long as they promise."""
+    missing = _missing(context, config)
+    for task, length in tqdm(missing, desc="needle samples", unit="file", disable=rank() != 0 or not missing):
+        share(lambda task=task, length=length: bool(_documents(context.lm(), task, length, config, _folder(context))))
+    context.kept["needles"] = missing
+
+
 def measure(context: "Context", config: RulerConfig) -> list[dict[str, Any]]:
     """One row for each task and length: its score, the number of samples and their actual lengths; then the mean."""
-    folder = context.journal.folder / "samples"
-    if config.frozen is not None:
-        folder = Path(config.frozen) / f"tokenizer-{context.checkpoint.tokenizer_hash[:12]}"
     once = context.journal.once
     pairs = itertools.product(config.tasks, config.lengths)
 
     def run(task: str, length: int) -> dict[str, Any]:
-        return needle(context.lm(), task, length, config, folder, once)
+        checked = (task, length) in context.kept.get("needles", ())
+        return needle(context.lm(), task, length, config, _folder(context), once, checked)
 
-    rows = [once(f"{task}-{length}", functools.partial(run, task, length)) for task, length in pairs]
+    rows = [once(_step(task, length), functools.partial(run, task, length)) for task, length in pairs]
     if set(config.tasks) == set(TASKS):
         local = "" if config.haystack is None else "_local"
         mean = statistics.fmean(row["value"] for row in rows)
@@ -76,18 +109,53 @@ def measure(context: "Context", config: RulerConfig) -> list[dict[str, Any]]:
     return rows
 
 
+def _step(task: str, length: int) -> str:
+    return f"{task}-{length}"
+
+
+def _missing(context: "Context", config: RulerConfig) -> list[tuple[str, int]]:
+    """The tasks and lengths without a row."""
+    pairs = itertools.product(config.tasks, config.lengths)
+    return [(task, length) for task, length in pairs if not context.journal.has(_step(task, length))]
+
+
+def _folder(context: "Context") -> Path:
+    """Where the samples are."""
+    frozen_in = context.suite.ruler.frozen
+    if frozen_in is None:
+        return context.journal.folder / "samples"
+    return Path(frozen_in) / f"tokenizer-{context.checkpoint.tokenizer_hash[:12]}"
+
+
+def _documents(
+    lm: LM, task: str, length: int, config: RulerConfig, folder: Path, checked: bool = False
+) -> list[dict[str, Any]]:
+    """The samples, read from `folder` or made and frozen there; raises ValueError unless they are as they should be."""
+    haystack = _haystack(config) if task in ESSAY_TASKS else None
+    path = folder / ("-".join([task, str(length), *([haystack.label] if haystack else [])]) + ".jsonl")
+    documents = frozen(path, lm.tokenizer, task, length, config.samples, haystack)
+    if not checked:
+        check_lengths(documents, task, length, config, lm)
+    return documents
+
+
 def needle(
-    lm: LM, task: str, length: int, config: RulerConfig, folder: Path, once: Any = lambda _, compute: compute()
+    lm: LM,
+    task: str,
+    length: int,
+    config: RulerConfig,
+    folder: Path,
+    once: Any = lambda _, compute: compute(),
+    checked: bool = False,
 ) -> dict[str, Any]:
     """Run one task at one length on any lm-eval model, in steps that `once(name, compute)` keeps.
 
     The samples are read from `folder`, or made and frozen there by the first process. Raises ValueError if a sample
-    is shorter than config.min_fill of `length` or longer than it, if a prompt lost its text or its answer prefix, or
-    if samples are missing.
+    is shorter than config.min_fill of `length` or longer than it (unless that was `checked`), if a prompt lost its
+    text or its answer prefix, or if samples are missing.
     """
     haystack = _haystack(config) if task in ESSAY_TASKS else None
-    path = folder / ("-".join([task, str(length), *([haystack.label] if haystack else [])]) + ".jsonl")
-    documents = share(frozen, path, lm.tokenizer, task, length, config.samples, haystack)
+    documents = share(_documents, lm, task, length, config, folder, checked)
 
     def run(some: range) -> dict[str, Any] | None:
         with _room_for(lm, length + ALLOWANCE), stock_tasks(lm.tokenizer, length, documents) as manager:
@@ -99,7 +167,6 @@ def needle(
         scores = [sample[str(length)] for sample in samples]  # lengths that were not run report -1 under other names
         return {"scores": scores, "version": found["versions"][task]}
 
-    check_lengths(documents, task, length, config, lm)
     steps = []
     for first in range(0, len(documents), config.samples_per_step):
         some = range(first, min(first + config.samples_per_step, len(documents)))
@@ -126,14 +193,6 @@ def _haystack(config: RulerConfig) -> Haystack | None:
     if not set(config.tasks) & set(ESSAY_TASKS):
         return None
     return open_haystack(config.essays, config.haystack)
-
-
-def learned_positions(model: PreTrainedModel) -> int | None:
-    """How many positions a model has an embedding for (GPT-2 and its like); None if it computes them."""
-    words = model.get_input_embeddings()
-    tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not words]
-    limit = position_limit(model.config)
-    return limit if any(limit is not None and limit <= m.num_embeddings <= limit + 2 for m in tables) else None
 
 
 @contextlib.contextmanager

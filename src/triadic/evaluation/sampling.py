@@ -106,9 +106,15 @@ def complete(
 
 
 def check(context: "Context", config: SampleConfig) -> dict[str, str]:
-    """Raise ValueError unless the corpus is there and the model can begin every prompt."""
-    for prompt in config.prompts:
-        prompt_ids(context.checkpoint.tokenizer, prompt)
+    """Raise ValueError unless the corpus is there, and the model can begin every prompt and has room for its text."""
+    longest = max(len(prompt_ids(context.checkpoint.tokenizer, prompt)) for prompt in config.prompts)
+    limit = context.checkpoint.max_length
+    if limit is not None and longest + config.max_new_tokens > limit:
+        raise ValueError(
+            f"sample.max_new_tokens is {config.max_new_tokens} behind prompts of up to {longest} tokens, but "
+            f"{context.checkpoint.name} takes at most {limit}; lower it, or raise model.max_length if the model can "
+            "extrapolate"
+        )
     return {"train": own_store(context.data("train"), context.checkpoint.tokenizer).fingerprint}
 
 

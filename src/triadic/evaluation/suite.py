@@ -22,8 +22,9 @@ from triadic.evaluation.journal import Journal, rank, share, write_json
 from triadic.evaluation.loading import Checkpoint, load_checkpoint
 
 # Each module has check(context, its section of the suite) -> fingerprints of the data it reads, which raises ValueError
-# for what cannot be measured, and measure(context, section) -> rows; where steps need more than those, also
-# ready(context, section), which raises ValueError before the first step if one that is to be run cannot be.
+# for what cannot be measured, and measure(context, section) -> rows. Where steps need more, before the first of them:
+# ready(context, section) raises ValueError if one that is to be run cannot be, and prepare(context, section) makes what
+# they read in the output folder. fetch(section) does what needs no checkpoint: ValueError if data cannot be had.
 PARTS = {
     "perplexity": "triadic.evaluation.perplexity",
     "wikitext": "triadic.evaluation.wikitext",
@@ -97,15 +98,14 @@ def evaluate(
     context = Context(checkpoint, suite)
     identity["data"] = {part: modules[part].check(context, section) for part, section in suite.parts().items()}
     context.journal = Journal(output, identity, overwrite)
-    for part, section in suite.parts().items():
-        if hasattr(modules[part], "ready"):
-            modules[part].ready(context, section)
+    _each(modules, "ready", context)
     origin = context.journal.once("origin", lambda: provenance.origin(command))
     now = share(provenance.commit)
     if now != origin["commit"]:
         origin["commit"] = f"{origin['commit']}, resumed at {now}"
     facts = {"model": checkpoint.name, "tokens": checkpoint.run.get("tokens"), "seed": checkpoint.run.get("seed")}
-    rows, timing = [], {}
+    rows, timing = [], {part: {"seconds": 0.0} for part in modules}
+    _each(modules, "prepare", context, timing)
     for part, section in suite.parts().items():
         with _timed(timing, part):
             rows += [facts | {"part": part} | row for row in modules[part].measure(context, section)]
@@ -119,15 +119,35 @@ def evaluate(
     return results
 
 
+def fetch(suite: SuiteConfig) -> list[str]:
+    """Read, or fetch into the hub's cache, what the parts of a suite need of data that no training makes; their names.
+
+    Raises ValueError in one sentence for data, tasks, metrics or packages that cannot be had.
+    """
+    modules = {part: _module(part) for part in suite.parts()}
+    parts = [part for part, module in modules.items() if hasattr(module, "fetch")]
+    for part in parts:
+        modules[part].fetch(suite.parts()[part])
+    return parts
+
+
+def _each(modules: dict[str, Any], function: str, context: Context, timing: dict | None = None) -> None:
+    """Call this function of every part that has it."""
+    for part, section in context.suite.parts().items():
+        if hasattr(modules[part], function):
+            with contextlib.nullcontext() if timing is None else _timed(timing, part):
+                getattr(modules[part], function)(context, section)
+
+
 @contextlib.contextmanager
 def _timed(timing: dict[str, dict[str, float]], part: str) -> Iterator[None]:
-    """Seconds of a part in this process, of what was not finished before, and the peak of its allocated memory."""
+    """Adds seconds of a part in this process, of what was not finished before; and the peak of its allocated memory."""
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     yield
-    timing[part] = {"seconds": round(time.perf_counter() - start, 2)}
+    timing[part]["seconds"] = round(timing[part]["seconds"] + time.perf_counter() - start, 2)
     if gpu:
         timing[part]["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
 

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 def check(context: "Context", config: WikitextConfig) -> dict[str, str]:
     """Raise ValueError unless the documents can be had and the model takes the longest."""
-    limit = context.checkpoint.max_length
+    tokenizer, limit = context.checkpoint.tokenizer, context.checkpoint.max_length
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {context.checkpoint.name} has no BOS or EOS for a document to begin with")
     longest = max(len(ids) for ids, _ in _documents(context, config)) - 1
     if limit is not None and longest > limit:
         raise ValueError(
@@ -36,6 +38,11 @@ def check(context: "Context", config: WikitextConfig) -> dict[str, str]:
             "raise model.max_length if the model can extrapolate"
         )
     return {"pages": hashlib.sha256("\0".join(_pages(config.path)).encode()).hexdigest()}
+
+
+def fetch(config: WikitextConfig) -> None:
+    """Raise ValueError unless the documents can be had."""
+    _pages(config.path)
 
 
 def measure(context: "Context", config: WikitextConfig) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from lm_eval.tasks import TaskManager
 
 from triadic.evaluation.config import ZeroshotConfig
 from triadic.evaluation.documents import file_hash, local_file, read_rows
-from triadic.evaluation.harness import run_task, seed
+from triadic.evaluation.harness import check_fits, run_task, seed
 from triadic.evaluation.recall_tasks import row_place
 from triadic.models.loading import one_line
 
@@ -47,25 +47,43 @@ def stock_tasks() -> TaskManager:
 
 def check(context: "Context", config: ZeroshotConfig) -> dict[str, str]:
     """Raise ValueError for tasks that lm-eval does not ship, and for local files that are missing."""
-    unknown = [task for task in config.metrics if task not in stock_tasks().all_subtasks]
-    if unknown:
-        raise ValueError(f"zeroshot.metrics names {', '.join(unknown)}, which lm-eval does not ship")
+    _known(config)
     if config.folder is None:
         return {}  # the hub's data go under the task's version
     return {task: file_hash(local_file(config.folder, task, "zeroshot.folder")) for task in config.metrics}
 
 
+def _known(config: ZeroshotConfig) -> None:
+    unknown = [task for task in config.metrics if task not in stock_tasks().all_subtasks]
+    if unknown:
+        raise ValueError(f"zeroshot.metrics names {', '.join(unknown)}, which lm-eval does not ship")
+
+
+def fetch(config: ZeroshotConfig) -> None:
+    """Raise ValueError for tasks and metrics that lm-eval does not ship, and for data that cannot be had or used."""
+    _known(config)
+    for task, metric in config.metrics.items():
+        _loaded(task, metric, config)
+
+
 def ready(context: "Context", config: ZeroshotConfig) -> None:
-    """Load what is to be run; raises ValueError for metrics that lm-eval does not ship and data that cannot be had."""
+    """Load what is to be run; raises ValueError for unknown metrics, data not to be had, texts that are too long."""
     for task, metric in config.metrics.items():
         if context.journal.has(task):
             continue
-        loaded = load(task, config)
-        if metric not in (known := metrics(loaded)):
-            raise ValueError(
-                f"the task {task} has no metric {metric}; set another one in zeroshot.metrics: {', '.join(known)}"
-            )
+        loaded = _loaded(task, metric, config)
+        with _needs_data(task):
+            check_fits(context.lm(), loaded, config.samples, f"drop {task} from zeroshot.metrics")
         context.kept[f"zeroshot-{task}"] = loaded
+
+
+def _loaded(task: str, metric: str, config: ZeroshotConfig) -> Task:
+    loaded = load(task, config)
+    if metric not in (known := metrics(loaded)):
+        raise ValueError(
+            f"the task {task} has no metric {metric}; set another one in zeroshot.metrics: {', '.join(known)}"
+        )
+    return loaded
 
 
 def load(task: str, config: ZeroshotConfig) -> Task:
@@ -143,12 +161,13 @@ def score(lm: LM, task: str, metric: str, config: ZeroshotConfig, loaded: Task |
         found = run_task(lm, loaded, stock_tasks(), config.samples)
     if found is None:
         return None
-    scores = [float(sample[metric]) for sample in found["samples"][task]]
+    scores = [sample[metric] for sample in found["samples"][task]]
+    single = all(isinstance(score, int | float) for score in scores)  # f1 and its like are of all documents together
     return {
         "metric": metric,
         "task": task,
         "value": found["results"][task][f"{metric},none"],
-        "se": statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else None,
+        "se": statistics.stdev(scores) / len(scores) ** 0.5 if single and len(scores) > 1 else None,
         "samples": len(scores),
         "task_version": found["versions"][task],
         "local_files": config.folder is not None,
