@@ -9,8 +9,8 @@ Legend: B batch, T time, C channels, W kernel width, N packed documents.
 import torch
 from torch import Tensor
 
-from .dispatch import load
-from .op import NAMESPACE, dense
+from .dispatch import dense, load
+from .op import NAMESPACE
 from .packing import check_cu_seqlens, check_cu_seqlens_metadata
 
 ACTIVATIONS = ("silu", "softplus", "sigmoid", "none")

@@ -6,12 +6,25 @@ sizes, E second-key size, N sequences (B, or the number of packed documents).
 
 import contextlib
 import re
-from functools import partial, wraps
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from .dispatch import CHUNK, RECURRENT, directly, has_tangent, load, plain, problem, report, run, select
+from .dispatch import (
+    CHUNK,
+    RECURRENT,
+    dense,
+    directly,
+    has_tangent,
+    load,
+    plain,
+    problem,
+    report,
+    run,
+    select,
+    surroundings,
+)
 from .packing import check_cu_seqlens, check_cu_seqlens_metadata
 from .reference import l2norm
 from .segments import check_segment_size, in_segments
@@ -108,11 +121,12 @@ def chunk_triadic(
         q, k = l2norm(q), l2norm(k)
     tensors = [None if x is None else x.contiguous() for x in (q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)]
     keep = _needs_grad(*tensors)
-    arguments = (*tensors, scale, delta_rule, output_final_state, keep, backend, check)
-    if not plain(tensors):
-        outputs = _op("chunk_forward")(*arguments)
+    direct = plain(tensors)
+    options = (scale, delta_rule, output_final_state, keep, backend, check, "" if direct else surroundings())
+    if not direct:
+        outputs = _op("chunk_forward")(*tensors, *options)
     else:
-        outputs = ChunkTriadic.apply(*arguments) if keep else directly(_forward, *arguments)
+        outputs = ChunkTriadic.apply(*tensors, *options) if keep else directly(_forward, *tensors, *options)
     return outputs[0], outputs[1] if output_final_state else None
 
 
@@ -250,8 +264,11 @@ def _forward(
     keep: bool,
     backend: str,
     check: bool,
+    surroundings: str,
 ) -> list[Tensor]:
-    """o, then the final state if asked for, then what the back end keeps for its backward."""
+    """o, then the final state if asked for, then what the back end keeps for its backward. `surroundings` is for the
+    keys of compilers' caches alone.
+    """
     _check_values(g, cu_seqlens, q.shape[1], check)
     p = problem(q, k, v, q2, g, beta, h0, cu_seqlens, scale=scale, delta_rule=delta_rule, output_final=output_final)
     with _full_precision(p.device_type):
@@ -259,7 +276,7 @@ def _forward(
     return [o, *([ht] if output_final else []), *saved]
 
 
-def _forward_like(q, k, v, q2, k2, g, beta, h0, cu_seqlens, scale, delta_rule, output_final, keep, backend, check):
+def _forward_like(q, k, v, q2, k2, g, beta, h0, cu_seqlens, scale, delta_rule, output_final, keep, backend, *_):
     p = problem(q, k, v, q2, g, beta, h0, cu_seqlens, scale=scale, delta_rule=delta_rule, output_final=output_final)
     state = torch.float64 if q.dtype == torch.float64 else torch.float32
     ht = [q.new_empty((p.N, p.HV, p.E, p.K, p.V), dtype=state)] if output_final else []
@@ -297,7 +314,7 @@ def _backward_like(q, k, v, q2, k2, g, beta, h0, *_):
 
 
 def _keep_for_backward(ctx, inputs, output):
-    *tensors, scale, delta_rule, output_final, _, backend, _ = inputs
+    tensors, (scale, delta_rule, output_final, _, backend) = inputs[:9], inputs[9:14]
     saved = output[1 + output_final :]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*saved)
@@ -313,7 +330,7 @@ def _differentiate(ctx, gradients):
     direct = plain((do, dht, *kept)) and not torch.is_grad_enabled()
     arguments = (*tensors, saved, do, dht, *ctx.options)
     given = iter(directly(_backward, *arguments) if direct else _op("chunk_backward")(*arguments))
-    return *(None if x is None else next(given) for x in tensors[:8]), *[None] * 7
+    return *(None if x is None else next(given) for x in tensors[:8]), *[None] * 8
 
 
 class ChunkTriadic(torch.autograd.Function):
@@ -333,23 +350,6 @@ class ChunkTriadic(torch.autograd.Function):
 
 def _no_second_derivative(ctx, gradients):
     raise NotImplementedError("chunk_triadic has no second derivative; recurrent_triadic can be differentiated twice.")
-
-
-def dense(implementation):
-    """The implementation of a torch.library op, on contiguous tensors: a compiler may lay what it hands over out with
-    gaps between rows, and an op's results must have the strides that its fake promised.
-    """
-
-    def given(x):
-        if isinstance(x, list):
-            return [given(y) for y in x]
-        return x.contiguous() if isinstance(x, Tensor) else x
-
-    @wraps(implementation)
-    def call(*arguments):
-        return implementation(*map(given, arguments))
-
-    return call
 
 
 _chunk_forward = torch.library.custom_op(f"{NAMESPACE}::chunk_forward", dense(_forward), mutates_args=())

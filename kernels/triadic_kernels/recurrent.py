@@ -6,8 +6,8 @@ Legend: B batch, T time, H key heads, HV value heads, K and V key and value size
 import torch
 from torch import Tensor
 
-from .dispatch import RECURRENT, directly, has_tangent, plain, problem, run, select
-from .op import NAMESPACE, _check_arguments, _check_values, _full_precision, _op, dense
+from .dispatch import RECURRENT, dense, directly, has_tangent, plain, problem, run, select
+from .op import NAMESPACE, _check_arguments, _check_values, _full_precision, _op
 from .reference import l2norm
 
 
