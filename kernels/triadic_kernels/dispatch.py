@@ -232,14 +232,19 @@ def as_promised(x):
     return x if x.stride() == strides else x.as_strided(x.shape, strides)
 
 
-def dense(implementation):
+def dense(implementation, overwritten: int | None = None):
     """The implementation of a torch.library op, on contiguous tensors: a compiler may lay what it hands over out with
-    gaps between rows, and an op's results must have the strides that its fake promised.
+    gaps between rows, and an op's results must have the strides that its fake promised. `overwritten` is the place of
+    the argument, if any, that the op writes to.
     """
 
     @wraps(implementation)
     def call(*arguments):
-        return as_promised(implementation(*map(as_promised, arguments)))
+        given = [*map(as_promised, arguments)]
+        results = as_promised(implementation(*given))
+        if overwritten is not None and given[overwritten].data_ptr() != arguments[overwritten].data_ptr():
+            arguments[overwritten].copy_(given[overwritten])
+        return results
 
     return call
 

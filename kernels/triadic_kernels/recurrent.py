@@ -141,6 +141,6 @@ def _step_inplace(
 _recurrent_step = torch.library.custom_op(f"{NAMESPACE}::recurrent_step", dense(_step), mutates_args=())
 _recurrent_step.register_fake(_step_like)
 _recurrent_step_ = torch.library.custom_op(
-    f"{NAMESPACE}::recurrent_step_", dense(_step_inplace), mutates_args=("state",)
+    f"{NAMESPACE}::recurrent_step_", dense(_step_inplace, overwritten=7), mutates_args=("state",)
 )
 _recurrent_step_.register_fake(lambda q, k, v, *_: v.new_empty(v.shape))

@@ -185,9 +185,12 @@ def test_back_ends_are_given_contiguous_tensors(name, inputs, monkeypatch):
     for module in (op, recurrent):
         chosen = module.problem
         monkeypatch.setattr(module, "problem", lambda *a, f=chosen, **k: given.extend(a) or f(*a, **k))
-    results = call(*map(gaps, x[:7]), x[7].clone(), *options)
+    final = gaps(x[7])
+    results = call(*map(gaps, x[:7]), final, *options)
     assert len(given) == 8
     assert all(y is None or y.is_contiguous() for y in given)
+    if name == "recurrent_step_":
+        assert torch.equal(final, torch.ops.triadic_kernels.recurrent_step(*x, *options)[1])
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = call(*(mode.from_tensor(gaps(y)) for y in x[:7]), mode.from_tensor(x[7]), *options)
     for result, fake, want in zip(
