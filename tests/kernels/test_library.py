@@ -346,11 +346,11 @@ def test_importing_a_module_twice_leaves_both_working(inputs, gradients, close, 
     close(gradients(again.chunk_triadic, x), gradients(op.chunk_triadic, x), tolerance[torch.float64])
 
 
-def test_a_copy_of_seven_files_is_enough(tmp_path, monkeypatch, inputs, gradients, close, tolerance):
+def test_a_copy_of_nine_files_is_enough(tmp_path, monkeypatch, inputs, gradients, close, tolerance):
     """Remote code of an exported model: no GPU back ends beside it, its own package name, its own registration."""
     package = tmp_path / "flat-copy.of_ops"
     package.mkdir()
-    for name in ("op", "recurrent", "segments", "dispatch", "reference", "packing", "conv"):
+    for name in ("op", "checks", "recurrent", "segments", "dispatch", "transforms", "reference", "packing", "conv"):
         shutil.copy(FOLDER / f"{name}.py", package)
     spec = importlib.util.spec_from_loader("flat_copy", loader=None, is_package=True)
     spec.submodule_search_locations = [str(package)]
