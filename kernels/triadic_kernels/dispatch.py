@@ -228,8 +228,13 @@ def as_promised(x):
         return type(x)(map(as_promised, x))
     if not isinstance(x, torch.Tensor):
         return x
-    x, strides = x.contiguous(), torch.empty(x.shape, device="meta").stride()
+    x, strides = x.contiguous(), _strides_of_new(x.shape)
     return x if x.stride() == strides else x.as_strided(x.shape, strides)
+
+
+@lru_cache(4096)
+def _strides_of_new(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
 
 
 def dense(implementation, overwritten: int | None = None):
