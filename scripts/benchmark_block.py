@@ -140,7 +140,7 @@ def describe(what, impl, E, T, a):
     return dict(
         what=what,
         impl=impl,
-        backend="auto" if impl == "triadic" else None,
+        backend=None,  # of our op, known once it has run
         model=Path(a.transformer if softmax else a.linear).stem,
         mixer="softmax" if softmax else config.linear_mixer,
         **sizes,
@@ -165,7 +165,7 @@ def measure(what, impl, E, T, a):
         call = partial(PASSES[row["pass"]], *made)
         try:
             with surroundings(impl):
-                call()
+                row["backend"] = bench.back_ends(call)
                 rows[i] = row | figures(call, a)
         except recorded as error:
             rows[i] = row | failure(error)

@@ -3,7 +3,8 @@
     python kernels/benchmarks/bench.py --shapes 4x8192 1x65536 --E 1 2 4 8 16 --impl triadic fla sdpa_flash sdpa_cudnn
 
 Medians of event-timed calls with the L2 cache flushed before each; fwdbwd is forward and backward together; peak memory
-is counted above the inputs. A peer that cannot run here leaves a row that says why. --profile adds time per kernel.
+is counted above the inputs. A peer that cannot run here leaves a row that says why; a row of ours names the back end
+that ran. --profile adds time per kernel.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -152,6 +154,25 @@ def kernels_ms(call):
     return dict(sorted(times.items(), key=lambda row: -row[1]))
 
 
+def back_ends(call):
+    """Call it, and name the back ends of `triadic_kernels` that ran; None where none did. Asked once it has run: one
+    that does not compile here gives way to the next.
+    """
+    from triadic_kernels import dispatch, op, recurrent
+
+    names = []
+
+    def noted(backend, p, *arguments, table=dispatch.CHUNK):
+        result = dispatch.run(backend, p, *arguments, table=table)
+        module = dispatch.select(backend, p, table)
+        names.append(next(name for name, file in table.items() if dispatch.load(file) is module))
+        return result
+
+    with mock.patch.object(op, "run", noted), mock.patch.object(recurrent, "run", noted):
+        call()
+    return ", ".join(dict.fromkeys(names)) or None
+
+
 def measure(impl, B, T, E, which, a):
     """One row of the result file."""
     backend = a.backend if impl == "triadic" else None
@@ -164,7 +185,7 @@ def measure(impl, B, T, E, which, a):
     call = partial(PASSES[which], f, x, a.backend)
     recorded = PEER_ERRORS if impl != "triadic" else (ValueError, torch.OutOfMemoryError)  # ours: refused or too large
     try:
-        call()
+        row["backend"] = back_ends(call)
     except recorded as error:
         return row | dict(error=f"{type(error).__name__}: {error}"[:300])
     ms, sm_mhz = timed(call, a.repeats, a.rest)

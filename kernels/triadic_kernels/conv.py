@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .dispatch import has_tangent
 from .packing import check_cu_seqlens, check_cu_seqlens_metadata
+from .transforms import active
 
 ACTIVATIONS = {None: lambda x: x, "silu": F.silu, "softplus": F.softplus, "sigmoid": torch.sigmoid, "relu": F.relu}
 
@@ -46,7 +48,7 @@ def causal_conv1d(
     past = x.new_zeros(N, W - 1, D) if initial_state is None else initial_state.to(x.dtype).mT
     if cu_seqlens is None:
         stream = torch.cat([past, x], 1)
-        y, final = _Taps.apply(stream, weight), stream[:, T:]
+        y, final = _sum_of_taps(stream, weight), stream[:, T:]
         if output_final_state and T > W:  # a view of the whole stream would keep it
             final = final.clone()
     else:
@@ -57,10 +59,19 @@ def causal_conv1d(
         place = token + torch.searchsorted(bounds, token, right=True) * (W - 1)  # [T]
         head, last = ((row[:, None] + tail).flatten() for row in (first[:-1], first[1:] - (W - 1)))  # [N * (W - 1)]
         stream = x.new_empty(T + N * (W - 1), D).index_copy(0, place, x[0]).index_copy(0, head, past.flatten(0, 1))
-        y = _Taps.apply(stream[None], weight).index_select(1, place - (W - 1))
+        y = _sum_of_taps(stream[None], weight).index_select(1, place - (W - 1))
         final = stream.index_select(0, last).view(N, W - 1, D)
     y = ACTIVATIONS[activation](y).to(x.dtype)
     return y, final.mT if output_final_state else None
+
+
+def _sum_of_taps(x: Tensor, weight: Tensor) -> Tensor:
+    """`_Taps`, or where torch.func transforms or forward mode follow it, the sum that they can differentiate."""
+    if not active() and not has_tangent((x, weight)):
+        return _Taps.apply(x, weight)
+    taps = _taps(x, weight)
+    T = x.shape[1] - len(taps) + 1
+    return sum(x[:, w : w + T] * tap for w, tap in enumerate(taps))
 
 
 class _Taps(torch.autograd.Function):

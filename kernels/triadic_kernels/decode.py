@@ -101,6 +101,12 @@ def recurrent_kernel(
         tl.store(ht + i_nh * (E * K * V) + p_s, s.to(ht.dtype.element_ty), mask=m_s)
 
 
+# From Triton 3.7 on the kernel spills whole states of 16 slices or more in these TILES, not in narrower ones: bytes of
+# an entry, padded E, rows -> columns and warps, from what the compiler says alone (3.7.1, 3.8 and 3.9).
+NARROW = dict.fromkeys([(4, 16, 1024), (4, 16, 2048), (4, 32, 1024), (4, 32, 2048), (2, 32, 2048)], (8, 8))
+SPILLS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
+
+
 def unsupported(p) -> str | None:
     if p.needs_grad:
         return "has no backward; use chunk_triadic or torch.no_grad()"
@@ -109,10 +115,13 @@ def unsupported(p) -> str | None:
 
 @lru_cache(None)
 def tile(E: int, K: int, V: int, state_bytes: int) -> tuple[int, int]:
-    """Columns and warps of a program: functions of the head dims and the state's dtype alone, so that a sequence's
-    numbers never depend on the batch.
+    """Columns and warps of a program: functions of the head dims, the state's dtype and Triton's release alone, so that
+    a sequence's numbers never depend on the batch.
     """
-    columns, warps = TILES[state_bytes][min(max(triton.next_power_of_2(E) * K, 128), 8192)]
+    slices = triton.next_power_of_2(E)
+    columns, warps = TILES[state_bytes][min(max(slices * K, 128), 8192)]
+    if SPILLS:
+        columns, warps = NARROW.get((state_bytes, slices, slices * K), (columns, warps))
     return min(columns, V), max(1, warps * min(columns, V) // columns)
 
 

@@ -16,9 +16,12 @@ Gradients have the shape and dtype of their inputs. A row of `RECURRENT` defines
 to the given ht, which may be h0. Where p.needs_grad it is differentiable by plain autograd, or unsupported.
 """
 
+import hashlib
 import importlib
 import threading
 import warnings
+from functools import lru_cache, wraps
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -215,3 +218,57 @@ def directly(function, *arguments):
         return function(*arguments)
     finally:
         CALL.direct = False
+
+
+def as_promised(x):
+    """Tensors, alone or in a list, contiguous and with the strides of new ones: where a dimension has size 1, or the
+    tensor no element, those of contiguous tensors may be any.
+    """
+    if isinstance(x, (list, tuple)):
+        return type(x)(map(as_promised, x))
+    if not isinstance(x, torch.Tensor):
+        return x
+    x, strides = x.contiguous(), _strides_of_new(x.shape)
+    return x if x.stride() == strides else x.as_strided(x.shape, strides)
+
+
+@lru_cache(4096)
+def _strides_of_new(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def dense(implementation, overwritten: int | None = None):
+    """The implementation of a torch.library op, on contiguous tensors: a compiler may lay what it hands over out with
+    gaps between rows, and an op's results must have the strides that its fake promised. `overwritten` is the place of
+    the argument, if any, that the op writes to.
+    """
+
+    @wraps(implementation)
+    def call(*arguments):
+        given = [*map(as_promised, arguments)]
+        results = as_promised(implementation(*given))
+        if overwritten is not None and given[overwritten].data_ptr() != arguments[overwritten].data_ptr():
+            arguments[overwritten].copy_(given[overwritten])
+        return results
+
+    return call
+
+
+PROBE = Problem(
+    1, 1, 1, 1.0, 1, 1, 16, 16, 1, torch.float32, "cpu", None, True, True, "slice", True, None, False, False
+)  # fmt: skip
+
+
+@torch.compiler.assume_constant_result
+def surroundings() -> str:
+    """What decides, beside a call's own tensors, which back end takes it and what that keeps for the backward: which
+    ones this process can run, and their code. Compilers keep graphs on disk for other processes (Inductor does) and
+    tell them apart by an op's arguments, so this must be one.
+    """
+    return hashlib.sha256(f"{_sources()} {report(PROBE)}".encode()).hexdigest()[:16]
+
+
+@lru_cache(None)
+def _sources() -> str:
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

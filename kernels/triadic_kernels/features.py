@@ -9,9 +9,10 @@ Legend: B batch, T time, C channels, W kernel width, N packed documents.
 import torch
 from torch import Tensor
 
-from .dispatch import load
-from .op import NAMESPACE, dense
+from .dispatch import dense, load
+from .op import NAMESPACE
 from .packing import check_cu_seqlens, check_cu_seqlens_metadata
+from .transforms import active, transformable
 
 ACTIVATIONS = ("silu", "softplus", "sigmoid", "none")
 
@@ -75,7 +76,8 @@ def conv_features(
     reason = refusal(x.device.type, x.dtype, tuple(groups), weight.shape[1])
     if reason is not None:
         raise ValueError(f"conv_features cannot run this call: {reason}; take causal_conv1d and plain torch.")
-    return _features(x.contiguous(), weight.contiguous(), cu_seqlens, sizes, groups, ",".join(activations), wide)
+    call = Transformed.apply if active() else _features
+    return [*call(x.contiguous(), weight.contiguous(), cu_seqlens, sizes, groups, ",".join(activations), wide)]
 
 
 @torch.library.custom_op(f"{NAMESPACE}::conv_features", mutates_args=())
@@ -129,7 +131,24 @@ def _differentiate(ctx, dys):
         x.new_zeros(*x.shape[:2], size, dtype=torch.float32 if full else x.dtype) if dy is None else dy
         for dy, size, full in zip(dys, ctx.options[0], ctx.wide, strict=True)
     ]
-    return *_gradients(x, weight, cu_seqlens, dys, *ctx.options), None, None, None, None, None
+    if active():
+        gradients = TransformedBackward.apply(x, weight, cu_seqlens, *ctx.options, *dys)
+    else:
+        gradients = _gradients(x, weight, cu_seqlens, dys, *ctx.options)
+    return *gradients, None, None, None, None, None
 
 
+def _backward_of(x, weight, cu_seqlens, sizes, groups, activations, *dys):
+    return _gradients(x, weight, cu_seqlens, list(dys), sizes, groups, activations)
+
+
+def _no_second_derivative(ctx, gradients):
+    raise NotImplementedError("conv_features has no second derivative; take causal_conv1d and plain torch.")
+
+
+NO_TANGENT = "conv_features has no forward-mode derivative; take causal_conv1d and plain torch."
+Transformed = transformable(_features, _keep, _differentiate, NO_TANGENT)
+TransformedBackward = transformable(_backward_of, lambda *_: None, _no_second_derivative, NO_TANGENT)
+
+_gradients.register_autograd(_no_second_derivative)
 _features.register_autograd(_differentiate, setup_context=_keep)

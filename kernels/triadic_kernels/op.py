@@ -6,19 +6,33 @@ sizes, E second-key size, N sequences (B, or the number of packed documents).
 
 import contextlib
 import re
-from functools import partial, wraps
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from .dispatch import CHUNK, RECURRENT, directly, has_tangent, load, plain, problem, report, run, select
-from .packing import check_cu_seqlens, check_cu_seqlens_metadata
+from .checks import check_arguments, check_values
+from .dispatch import (
+    CHUNK,
+    RECURRENT,
+    dense,
+    directly,
+    has_tangent,
+    load,
+    plain,
+    problem,
+    report,
+    run,
+    select,
+    surroundings,
+)
 from .reference import l2norm
 from .segments import check_segment_size, in_segments
+from .transforms import active, mapped_by_autograd, transformable
 
 # A copy of this file in another package (a model's remote code) registers its ops under a name of its own.
 NAMESPACE = re.sub(r"\W", "_", __package__ or "triadic_kernels")
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+NO_TANGENT = "chunk_triadic has no forward-mode derivative; recurrent_triadic has one."
 
 load("reference")  # the torch back end, part of every installation: compiled graphs must find it loaded
 
@@ -76,6 +90,9 @@ def chunk_triadic(
         check: also check values (g <= 0, the contents of cu_seqlens) on tensors that are not on the CPU, which stalls
             the device; on the CPU they are always checked.
 
+    torch.func follows it in reverse mode (grad, vjp, jacrev) and in vmap, which calls it once for each element: its
+    inputs are batches already.
+
     q2, k2, g, beta and initial_state are float32 (float64 when q is float64), under autocast too. bfloat16 and float16
     inputs are computed with float32 accumulation and state.
 
@@ -84,17 +101,24 @@ def chunk_triadic(
 
     Raises:
         ValueError: wrong shapes, dtypes, devices or values, or a back end that cannot run.
-        NotImplementedError: forward-mode or second derivatives, which `recurrent_triadic` has.
+        NotImplementedError: forward-mode or second derivatives, which `recurrent_triadic` has; segment_size within
+            transforms of torch.func.
     """
-    _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)
-    if has_tangent((q, k, v, q2, k2, g, beta, initial_state)):
-        raise NotImplementedError("chunk_triadic has no forward-mode derivative; recurrent_triadic has one.")
+    check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)
+    transformed = active()
+    if not transformed and has_tangent((q, k, v, q2, k2, g, beta, initial_state)):
+        raise NotImplementedError(NO_TANGENT)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if segment_size is not None:
         check_segment_size(segment_size)
+        if transformed and segment_size < q.shape[1]:
+            raise NotImplementedError(
+                f"segment_size is {segment_size} under a transform of torch.func, where nothing can be computed again; "
+                "leave it out."
+            )
         if segment_size < q.shape[1] and _needs_grad(q, k, v, q2, k2, g, beta, initial_state):
             if plain((q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)):
-                _check_values(g, cu_seqlens, q.shape[1], check)
+                check_values(g, cu_seqlens, q.shape[1], check)
                 check = False
             options = dict(
                 delta_rule=delta_rule, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
@@ -107,12 +131,13 @@ def chunk_triadic(
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
     tensors = [None if x is None else x.contiguous() for x in (q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)]
-    keep = _needs_grad(*tensors)
-    arguments = (*tensors, scale, delta_rule, output_final_state, keep, backend, check)
-    if not plain(tensors):
-        outputs = _op("chunk_forward")(*arguments)
+    keep = transformed or _needs_grad(*tensors)
+    direct = plain(tensors)
+    options = (scale, delta_rule, output_final_state, keep, backend, check, "" if direct else surroundings())
+    if not direct:
+        outputs = (Transformed.apply if transformed else _op("chunk_forward"))(*tensors, *options)
     else:
-        outputs = ChunkTriadic.apply(*arguments) if keep else directly(_forward, *arguments)
+        outputs = ChunkTriadic.apply(*tensors, *options) if keep else directly(_forward, *tensors, *options)
     return outputs[0], outputs[1] if output_final_state else None
 
 
@@ -145,82 +170,19 @@ def explain(
         ValueError: wrong shapes, dtypes or devices.
     """
     half = (torch.bfloat16,) if recurrent else ()
-    _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens, state_dtypes=half)
+    check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens, state_dtypes=half)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     tensors = (q, k, v, q2, k2, g, beta, initial_state)
     p = problem(
         q, k, v, q2, g, beta, initial_state, cu_seqlens,
         scale=scale, delta_rule=delta_rule, output_final=output_final_state or inplace_state,
-        needs_grad=_needs_grad(*tensors) or has_tangent(tensors),
+        needs_grad=_needs_grad(*tensors) or active() or has_tangent(tensors),
     )  # fmt: skip
     return report(p, RECURRENT if recurrent else CHUNK)
 
 
 def _needs_grad(*tensors) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-def _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens, state_dtypes=()) -> None:
-    """Raise ValueError for shapes, dtypes or devices that do not fit together; reads no values. `state_dtypes` are
-    further dtypes of the initial state beside float32 (of any q but float64).
-    """
-    given = dict(q=q, k=k, v=v, q2=q2, k2=k2, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    for name, x in given.items():
-        if not isinstance(x, Tensor) and (x is not None or name in ("q", "k", "v")):
-            raise ValueError(f"{name} is of type {type(x).__name__}; pass a torch.Tensor.")
-    if q.ndim != 4 or v.ndim != 4:
-        raise ValueError(f"q has shape {list(q.shape)} and v {list(v.shape)}; pass [B, T, H, K] and [B, T, HV, V].")
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
-    if 0 in (H, K, HV, V):
-        raise ValueError(f"q has shape {list(q.shape)} and v {list(v.shape)}; heads and head sizes must be at least 1.")
-    if HV % H:
-        raise ValueError(
-            f"v has {HV} heads, which is not a multiple of the {H} heads of q and k; repeat or drop heads."
-        )
-    if q2 is not None and q2.ndim != 4:
-        raise ValueError(f"q2 has shape {list(q2.shape)}; pass [B, T, H, E].")
-    if (q2 is None) != (k2 is None):
-        raise ValueError(
-            f"{'k2' if q2 is None else 'q2'} was given without the other; pass both q2 and k2, or neither."
-        )
-    E = 1 if q2 is None else q2.shape[-1]
-    if E < 1:
-        raise ValueError("q2 has second-key size 0; pass E >= 1, or neither q2 nor k2.")
-    if cu_seqlens is not None:
-        check_cu_seqlens_metadata(cu_seqlens, B, q.device)
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if q.dtype not in DTYPES:
-        raise ValueError(f"q has dtype {q.dtype}; pass float64, float32, bfloat16 or float16.")
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    expected = (
-        ("k", k, q.dtype, "[B, T, H, K]", (B, T, H, K)),
-        ("v", v, q.dtype, "[B, T, HV, V]", (B, T, HV, V)),
-        ("q2", q2, exact, "[B, T, H, E]", (B, T, H, E)),
-        ("k2", k2, exact, "[B, T, H, E]", (B, T, H, E)),
-        ("g", g, exact, "[B, T, HV, E] or [B, T, HV]", (B, T, HV) if g is not None and g.ndim == 3 else (B, T, HV, E)),
-        ("beta", beta, exact, "[B, T, HV]", (B, T, HV)),
-        ("initial_state", initial_state, exact, "[N, HV, E, K, V]", (N, HV, E, K, V)),
-    )
-    for name, x, dtype, letters, shape in expected:
-        if x is None:
-            continue
-        if x.shape != shape:
-            raise ValueError(f"{name} has shape {list(x.shape)}; pass {letters}, here {list(shape)}.")
-        if x.dtype != dtype and not (name == "initial_state" and x.dtype in state_dtypes and dtype == torch.float32):
-            raise ValueError(f"{name} has dtype {x.dtype}; pass {dtype}, as q is {q.dtype}.")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, but q is on {q.device}; move it there.")
-
-
-def _check_values(g: Tensor | None, cu_seqlens: Tensor | None, tokens: int, check: bool) -> None:
-    """Raise ValueError for a positive g or inconsistent cu_seqlens: always on the CPU, elsewhere with check=True."""
-    if g is not None and (check or g.device.type == "cpu") and (g > 0).any():
-        raise ValueError(
-            f"g reaches {g.max().item():.3g}, but log decays must be <= 0; pass log(alpha), alpha in [0, 1]."
-        )
-    if cu_seqlens is not None and (check or cu_seqlens.device.type == "cpu"):
-        check_cu_seqlens(cu_seqlens, tokens)
 
 
 def _full_precision(device_type: str):
@@ -250,16 +212,19 @@ def _forward(
     keep: bool,
     backend: str,
     check: bool,
+    surroundings: str,
 ) -> list[Tensor]:
-    """o, then the final state if asked for, then what the back end keeps for its backward."""
-    _check_values(g, cu_seqlens, q.shape[1], check)
+    """o, then the final state if asked for, then what the back end keeps for its backward. `surroundings` is for the
+    keys of compilers' caches alone.
+    """
+    check_values(g, cu_seqlens, q.shape[1], check)
     p = problem(q, k, v, q2, g, beta, h0, cu_seqlens, scale=scale, delta_rule=delta_rule, output_final=output_final)
     with _full_precision(p.device_type):
         o, ht, saved = run(backend, p, "forward", q, k, v, q2, k2, g, beta, h0, cu_seqlens, keep)
     return [o, *([ht] if output_final else []), *saved]
 
 
-def _forward_like(q, k, v, q2, k2, g, beta, h0, cu_seqlens, scale, delta_rule, output_final, keep, backend, check):
+def _forward_like(q, k, v, q2, k2, g, beta, h0, cu_seqlens, scale, delta_rule, output_final, keep, backend, *_):
     p = problem(q, k, v, q2, g, beta, h0, cu_seqlens, scale=scale, delta_rule=delta_rule, output_final=output_final)
     state = torch.float64 if q.dtype == torch.float64 else torch.float32
     ht = [q.new_empty((p.N, p.HV, p.E, p.K, p.V), dtype=state)] if output_final else []
@@ -297,7 +262,7 @@ def _backward_like(q, k, v, q2, k2, g, beta, h0, *_):
 
 
 def _keep_for_backward(ctx, inputs, output):
-    *tensors, scale, delta_rule, output_final, _, backend, _ = inputs
+    tensors, (scale, delta_rule, output_final, _, backend) = inputs[:9], inputs[9:14]
     saved = output[1 + output_final :]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*saved)
@@ -306,14 +271,23 @@ def _keep_for_backward(ctx, inputs, output):
 
 
 def _differentiate(ctx, gradients):
+    if mapped_by_autograd(gradients):
+        raise NotImplementedError(
+            "chunk_triadic was given batched gradients (is_grads_batched=True or vectorize=True), not followed here; "
+            "take torch.func.vjp and torch.func.vmap, or torch.func.jacrev."
+        )
     kept = ctx.saved_tensors  # read once: non-reentrant activation checkpointing unpacks a tensor only once
     tensors, saved = kept[:9], list(kept[9:])
     do = torch.zeros_like(tensors[2]) if gradients[0] is None else gradients[0].contiguous()
     dht = gradients[1].contiguous() if ctx.options[2] and gradients[1] is not None else None
-    direct = plain((do, dht, *kept)) and not torch.is_grad_enabled()
     arguments = (*tensors, saved, do, dht, *ctx.options)
-    given = iter(directly(_backward, *arguments) if direct else _op("chunk_backward")(*arguments))
-    return *(None if x is None else next(given) for x in tensors[:8]), *[None] * 7
+    if active():
+        given = iter(TransformedBackward.apply(len(saved), *saved, *tensors, do, dht, *ctx.options))
+    elif plain((do, dht, *kept)) and not torch.is_grad_enabled():
+        given = iter(directly(_backward, *arguments))
+    else:
+        given = iter(_op("chunk_backward")(*arguments))
+    return *(None if x is None else next(given) for x in tensors[:8]), *[None] * 8
 
 
 class ChunkTriadic(torch.autograd.Function):
@@ -335,22 +309,16 @@ def _no_second_derivative(ctx, gradients):
     raise NotImplementedError("chunk_triadic has no second derivative; recurrent_triadic can be differentiated twice.")
 
 
-def dense(implementation):
-    """The implementation of a torch.library op, on contiguous tensors: a compiler may lay what it hands over out with
-    gaps between rows, and an op's results must have the strides that its fake promised.
-    """
+def _backward_of(count, *arguments):
+    """chunk_backward, its list of tensors ahead of the others."""
+    saved, tensors, rest = arguments[:count], arguments[count : count + 9], arguments[count + 9 :]
+    return _op("chunk_backward")(*tensors, list(saved), *rest)
 
-    def given(x):
-        if isinstance(x, list):
-            return [given(y) for y in x]
-        return x.contiguous() if isinstance(x, Tensor) else x
 
-    @wraps(implementation)
-    def call(*arguments):
-        return implementation(*map(given, arguments))
-
-    return call
-
+Transformed = transformable(
+    lambda *arguments: _op("chunk_forward")(*arguments), _keep_for_backward, _differentiate, NO_TANGENT
+)
+TransformedBackward = transformable(_backward_of, lambda *_: None, _no_second_derivative, NO_TANGENT)
 
 _chunk_forward = torch.library.custom_op(f"{NAMESPACE}::chunk_forward", dense(_forward), mutates_args=())
 _chunk_forward.register_fake(_forward_like)

@@ -6,9 +6,11 @@ Legend: B batch, T time, H key heads, HV value heads, K and V key and value size
 import torch
 from torch import Tensor
 
-from .dispatch import RECURRENT, directly, has_tangent, plain, problem, run, select
-from .op import NAMESPACE, _check_arguments, _check_values, _full_precision, _op, dense
+from .checks import check_arguments, check_values
+from .dispatch import RECURRENT, dense, directly, has_tangent, plain, problem, run, select
+from .op import NAMESPACE, _full_precision, _op
 from .reference import l2norm
+from .transforms import active, everything
 
 
 def recurrent_triadic(
@@ -39,15 +41,18 @@ def recurrent_triadic(
             for a cache at a fixed address. Not where gradients are wanted.
         backend: "auto" takes the first able one of `dispatch.RECURRENT`; a named one runs or raises.
 
-    With the torch back end, which alone runs where gradients are wanted, it is differentiable any number of times,
-    in forward mode too; that one reads cu_seqlens on the host.
+    With the torch back end, which alone runs where gradients are wanted or torch.func transforms the call, it is
+    differentiable any number of times, in forward mode too; that one reads cu_seqlens on the host.
     """
-    _check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens, state_dtypes=(torch.bfloat16,))
+    check_arguments(q, k, v, q2, k2, g, beta, initial_state, cu_seqlens, state_dtypes=(torch.bfloat16,))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     tensors = (q, k, v, q2, k2, g, beta, initial_state, cu_seqlens)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    needs_grad = needs_grad or has_tangent(tensors)
+    transformed = active()
+    needs_grad = needs_grad or transformed or has_tangent(tensors)
     if inplace_state:
+        if transformed:
+            raise ValueError("inplace_state=True overwrites a state, which torch.func does not follow; leave it out.")
         _check_inplace(initial_state, needs_grad)
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
@@ -60,8 +65,12 @@ def recurrent_triadic(
             torch.autograd.graph.increment_version(initial_state)  # autograd must notice what a kernel overwrote
             return outputs, initial_state
         return outputs[0], outputs[1] if output_final_state else None
+    if transformed and cu_seqlens is not None:
+        cu_seqlens = everything(cu_seqlens)
+        if cu_seqlens.ndim > 1:
+            raise ValueError("cu_seqlens differs between elements of torch.func.vmap; call recurrent_triadic for each.")
     if not torch.compiler.is_compiling():
-        _check_values(g, cu_seqlens, q.shape[1], check)
+        check_values(everything(g), cu_seqlens, q.shape[1], check)
     p = problem(
         q, k, v, q2, g, beta, initial_state, cu_seqlens,
         scale=scale, delta_rule=delta_rule, output_final=output_final_state, needs_grad=True,
@@ -80,7 +89,7 @@ def _check_inplace(initial_state: Tensor | None, needs_grad: bool) -> None:
 
 
 def _recurrent(q, k, v, q2, k2, g, beta, h0, cu_seqlens, scale, delta_rule, output_final, backend, check, ht=None):
-    _check_values(g, cu_seqlens, q.shape[1], check)
+    check_values(g, cu_seqlens, q.shape[1], check)
     p = problem(q, k, v, q2, g, beta, h0, cu_seqlens, scale=scale, delta_rule=delta_rule, output_final=output_final)
     with _full_precision(p.device_type):
         return run(backend, p, "recurrent", q, k, v, q2, k2, g, beta, h0, cu_seqlens, ht, table=RECURRENT)
@@ -141,6 +150,6 @@ def _step_inplace(
 _recurrent_step = torch.library.custom_op(f"{NAMESPACE}::recurrent_step", dense(_step), mutates_args=())
 _recurrent_step.register_fake(_step_like)
 _recurrent_step_ = torch.library.custom_op(
-    f"{NAMESPACE}::recurrent_step_", dense(_step_inplace), mutates_args=("state",)
+    f"{NAMESPACE}::recurrent_step_", dense(_step_inplace, overwritten=7), mutates_args=("state",)
 )
 _recurrent_step_.register_fake(lambda q, k, v, *_: v.new_empty(v.shape))

@@ -56,7 +56,8 @@ def token_recurrence(q, k, v, q2, k2, g, beta, S, *, delta_rule: bool, scale: fl
     read = (scale * q2[..., None] * q[..., None, :]).view(B, T, HV, 1, E * K)  # joint query q2 (x) q
     write = (k2[..., None] * k[..., None, :]).view(B, T, HV, 1, E * K)  # joint key k2 (x) k
     beta, v, o = beta[..., None, None], v[..., None, :], []
-    add_product = torch.addcmul if torch.is_grad_enabled() else Tensor.addcmul_  # S is ours once it has decayed
+    ours = not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()  # S, once it has decayed
+    add_product = Tensor.addcmul_ if ours else torch.addcmul
     for t in range(T):
         S = (alpha[:, t] * S).flatten(2, 3)  # [B, HV, E * K, V]
         r = v[:, t]  # [B, HV, 1, V]

@@ -78,12 +78,14 @@ def check(case, dtype, device, compiled):
 
     columns = [[part[i] for part in parts] for i in range(4)]
     got = step(x, weight, lambda x, weight: conv_features(x, weight, *columns, cu), dys)
-    again = step(x, weight, lambda x, weight: conv_features(x, weight, *columns, cu), dys)
     if compiled:
         graph = torch.compile(
             lambda x, weight: conv_features(x, weight, *columns, cu), fullgraph=True, backend="aot_eager"
         )
         again = step(x, weight, graph, dys)
+    else:
+        ys, back = torch.func.vjp(lambda x, weight: tuple(conv_features(x, weight, *columns, cu)), x, weight)
+        again = [*ys, *back(tuple(dys))]
     exact = [dy.double() for dy in dys]
     want = step(x.double(), weight.double(), lambda x, weight: definition(x, weight, parts, bounds), exact)
     names = [*(f"y{i}" for i in range(len(parts))), "dx", "dweight"]

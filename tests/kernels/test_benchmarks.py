@@ -1,5 +1,6 @@
 """The benchmark programs where they cannot run, and how they time, on a GPU made of a clock."""
 
+import contextlib
 import importlib
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from triadic_kernels import dispatch
 
 FOLDER = Path(__file__).parents[2] / "kernels" / "benchmarks"
 
@@ -25,10 +27,14 @@ def test_without_a_gpu_they_say_so(program, tmp_path):
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    """(bench, a GPU of 2 GHz that says when it stands at what): `ms` of its time and `trace` of what it was given."""
+def bench(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
-    bench = importlib.import_module("bench")
+    return importlib.import_module("bench")
+
+
+@pytest.fixture
+def gpu(bench, monkeypatch):
+    """(bench, a GPU of 2 GHz that says when it stands at what): `ms` of its time and `trace` of what it was given."""
     gpu = types.SimpleNamespace(ms=0.0, trace=[])
 
     class Event:
@@ -91,3 +97,32 @@ def test_faults_of_our_own_op_are_no_rows(impl, error, recorded, gpu, monkeypatc
     else:
         with pytest.raises(type(error), match=str(error)):
             bench.measure(impl, 1, 8, 2, "fwd", a)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_row_names_the_back_end_that_ran(compiles, bench, inputs, monkeypatch):
+    """Of a call with backend="auto" that first tries one which Triton cannot compile, and its gradients."""
+    reference = dispatch.load("reference")
+
+    def forward(*arguments):
+        if not compiles:
+            raise type("CompilationError", (Exception,), {"__module__": "triton.compiler"})("too many registers")
+        return reference.forward(*arguments)
+
+    best = types.SimpleNamespace(
+        unsupported=lambda p: None, forward=forward, backward=reference.backward, saved_like=reference.saved_like
+    )
+    monkeypatch.setitem(dispatch._loaded, dispatch.CHUNK["triton"], best)
+    x = {name: y for name, y in inputs(dtype=torch.float32).items() if name != "initial_state"}
+    monkeypatch.setattr(bench, "inputs", lambda *_: x)
+    for name, figure in {"timed": (1.0, 1980), "peak_gib": 1.0, "host_ms": 1.0}.items():
+        monkeypatch.setattr(bench, name, lambda *_, figure=figure: figure)
+    a = types.SimpleNamespace(H=2, D=5, backend="auto", segment_size=None, repeats=1, rest=0, profile=False)
+    for which in bench.PASSES:
+        with (
+            contextlib.nullcontext() if compiles or which != "fwd" else pytest.warns(UserWarning, match="triton: does")
+        ):
+            row = bench.measure("triadic", 1, 10, 3, which, a)
+        assert row["backend"] == ("triton" if compiles else "torch")
+    monkeypatch.setitem(bench.IMPLEMENTATIONS, "fla", lambda x, backend: x["q"] + x["v"].sum())
+    assert bench.measure("fla", 1, 10, 1, "fwd", a)["backend"] is None

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import shutil
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import triadic_kernels
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
-from triadic_kernels import causal_conv1d, chunk_triadic, op, recurrent, recurrent_triadic
+from triadic_kernels import causal_conv1d, chunk_triadic, dispatch, op, recurrent, recurrent_triadic
 
 FOLDER = Path(triadic_kernels.__file__).parent
 OPS = pytest.mark.parametrize("op", [chunk_triadic, recurrent_triadic])
@@ -62,9 +63,77 @@ def test_a_decoding_step_compiles_without_breaks(inputs):
             torch.testing.assert_close(result, expected)
 
 
+@pytest.fixture
+def other_back_end(monkeypatch):
+    """Called, it makes "auto" take a back end that keeps one more tensor for the backward, as another process might."""
+    reference = dispatch.load("reference")
+
+    def forward(*arguments):
+        o, ht, saved = reference.forward(*arguments)
+        return o, ht, [*saved, torch.zeros(3)] if arguments[-1] else saved
+
+    def saved_like(p, q, cu_seqlens):
+        return [*reference.saved_like(p, q, cu_seqlens), q.new_empty(3, dtype=torch.float32)]
+
+    def backward(p, *given):
+        *tensors, saved, do, dht = given
+        return reference.backward(p, *tensors, saved[:-1], do, dht)
+
+    module = types.SimpleNamespace(
+        __name__="other", unsupported=lambda p: None, forward=forward, saved_like=saved_like, backward=backward
+    )
+
+    def take():
+        monkeypatch.setitem(dispatch._loaded, "other", module)
+        for row in [*dispatch.CHUNK]:
+            monkeypatch.setitem(dispatch.CHUNK, row, "other")
+
+    return take
+
+
+def test_a_compiled_graph_tells_back_ends_apart(inputs, gradients, other_back_end, monkeypatch):
+    """Inductor keeps graphs on disk, by their text: where another process keeps other tensors for the backward (Triton
+    was installed, or the op is of another release), it must not be given this one's.
+    """
+    lines = []
+
+    def record(graph, _):
+        lines.extend(line for line in graph.code.splitlines() if "chunk_forward.default" in line)
+        return make_boxed_func(graph.forward)
+
+    def compiled():
+        torch.compiler.reset()
+        gradients(torch.compile(chunk_triadic, fullgraph=True, backend=aot_autograd(fw_compiler=record)), inputs())
+
+    compiled()
+    compiled()
+    with monkeypatch.context() as another:
+        another.setattr(dispatch, "_sources", lambda: "of another release")
+        compiled()
+    other_back_end()
+    compiled()
+    assert len(lines) == 4
+    assert lines[0] == lines[1]
+    assert len(set(lines)) == 3
+
+
+@pytest.mark.slow
+def test_inductor_keeps_graphs_of_back_ends_apart(
+    inputs, gradients, close, tolerance, other_back_end, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x = inputs(B=2, T=70, states=2, dtype=torch.float32)
+    expected = gradients(chunk_triadic, x)
+    for change in (lambda: None, other_back_end):
+        change()
+        torch.compiler.reset()
+        results = gradients(torch.compile(chunk_triadic), x)
+        close(results, expected, tolerance[torch.float32])
+
+
 @pytest.mark.slow
 def test_inductor_equals_eager(inputs, gradients, close, tolerance, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # its key does not know the shapes that an op keeps
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # what it compiles now, not what it kept
     x = inputs(B=2, T=70, states=2, dtype=torch.float32)
 
     def layer(**inputs):
@@ -82,16 +151,16 @@ def test_opcheck_forward(packed, delta_rule, inputs):
     x = inputs(T=40, states=2 if packed else 1)
     cu_seqlens = torch.tensor([0, 3, 40]) if packed else None
     arguments = (*(x[name] for name in POSITIONAL), cu_seqlens, 0.5, delta_rule, True)
-    torch.library.opcheck(torch.ops.triadic_kernels.chunk_forward.default, (*arguments, True, "auto", False))
+    torch.library.opcheck(torch.ops.triadic_kernels.chunk_forward.default, (*arguments, True, "auto", False, "x"))
     with torch.no_grad():
         detached = tuple(y.detach() if isinstance(y, torch.Tensor) else y for y in arguments)
-        torch.library.opcheck(torch.ops.triadic_kernels.chunk_forward.default, (*detached, False, "auto", False))
+        torch.library.opcheck(torch.ops.triadic_kernels.chunk_forward.default, (*detached, False, "auto", False, "x"))
 
 
 def test_opcheck_backward(inputs):
     x = inputs(T=40, E=None, gate=None, beta=False)
     arguments = [None if x[name] is None else x[name].detach() for name in POSITIONAL] + [None]
-    outputs = torch.ops.triadic_kernels.chunk_forward(*arguments, 0.5, True, False, True, "auto", False)
+    outputs = torch.ops.triadic_kernels.chunk_forward(*arguments, 0.5, True, False, True, "auto", False, "x")
     do = torch.randn_like(outputs[0])
     torch.library.opcheck(
         torch.ops.triadic_kernels.chunk_backward.default,
@@ -109,15 +178,19 @@ def gaps(x):
 def test_back_ends_are_given_contiguous_tensors(name, inputs, monkeypatch):
     """Kernels count on it, and what an op returns has the strides of its fake."""
     x = [inputs(T=3, states=1)[key].detach() for key in POSITIONAL]
-    options = (None, 0.5, True, True, *([True] if name == "chunk_forward" else []), "auto", False)
+    chunks = name == "chunk_forward"
+    options = (None, 0.5, True, True, *([True] if chunks else []), "auto", False, *(["x"] if chunks else []))
     call, given = getattr(torch.ops.triadic_kernels, name), []
     expected = call(*x[:7], x[7].clone(), *options)
     for module in (op, recurrent):
         chosen = module.problem
         monkeypatch.setattr(module, "problem", lambda *a, f=chosen, **k: given.extend(a) or f(*a, **k))
-    results = call(*map(gaps, x[:7]), x[7].clone(), *options)
+    final = gaps(x[7])
+    results = call(*map(gaps, x[:7]), final, *options)
     assert len(given) == 8
     assert all(y is None or y.is_contiguous() for y in given)
+    if name == "recurrent_step_":
+        assert torch.equal(final, torch.ops.triadic_kernels.recurrent_step(*x, *options)[1])
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = call(*(mode.from_tensor(gaps(y)) for y in x[:7]), mode.from_tensor(x[7]), *options)
     for result, fake, want in zip(
@@ -125,6 +198,33 @@ def test_back_ends_are_given_contiguous_tensors(name, inputs, monkeypatch):
     ):
         assert torch.equal(result, want)
         assert result.stride() == fake.stride()
+
+
+def far(x):
+    """The same values where a dimension of size 1 lies as far apart as a compiler likes: contiguous all the same."""
+    return x.as_strided(x.shape, [999 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)])
+
+
+@pytest.mark.parametrize("layout", [gaps, far, torch.clone], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "sizes", [dict(), dict(B=2, T=6, H=1, HV=1, K=3, V=1), dict(T=0), dict(T=1, E=1, K=1)], ids=str
+)
+def test_results_have_the_strides_that_were_promised(sizes, layout, inputs):
+    x = inputs(**sizes, states=sizes.get("B", 1), dtype=torch.float32)
+    x = [layout(x[key].detach()) for key in POSITIONAL]
+    ops, ends = torch.ops.triadic_kernels, (0.5, True, True)
+
+    def strides(x):
+        forward = ops.chunk_forward(*x, None, *ends, True, "torch", False, "x")
+        o, ht, *saved = forward
+        backward = ops.chunk_backward(*x, None, saved, layout(o), layout(ht), *ends, "torch")
+        steps = ops.recurrent_step(*x, None, *ends, "torch", False)
+        inplace = ops.recurrent_step_(*x, None, *ends, "torch", False)
+        return [y.stride() for y in (*forward, *backward, *steps, inplace)]
+
+    with FakeTensorMode() as mode:
+        promised = strides([mode.from_tensor(y) for y in x])
+    assert strides(x) == promised
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -230,7 +330,7 @@ def test_uninitialised_memory_is_never_read(inputs, gradients, monkeypatch):
     torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
     try:
         results = gradients(chunk_triadic, x, cu_seqlens=cu_seqlens)
-        arguments = (*(x[name].detach() for name in POSITIONAL), cu_seqlens, 0.5, True, True, True, "torch", False)
+        arguments = (*(x[name].detach() for name in POSITIONAL), cu_seqlens, 0.5, True, True, True, "torch", False, "x")
         outputs = torch.ops.triadic_kernels.chunk_forward(*arguments)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -246,11 +346,11 @@ def test_importing_a_module_twice_leaves_both_working(inputs, gradients, close, 
     close(gradients(again.chunk_triadic, x), gradients(op.chunk_triadic, x), tolerance[torch.float64])
 
 
-def test_a_copy_of_seven_files_is_enough(tmp_path, monkeypatch, inputs, gradients, close, tolerance):
+def test_a_copy_of_nine_files_is_enough(tmp_path, monkeypatch, inputs, gradients, close, tolerance):
     """Remote code of an exported model: no GPU back ends beside it, its own package name, its own registration."""
     package = tmp_path / "flat-copy.of_ops"
     package.mkdir()
-    for name in ("op", "recurrent", "segments", "dispatch", "reference", "packing", "conv"):
+    for name in ("op", "checks", "recurrent", "segments", "dispatch", "transforms", "reference", "packing", "conv"):
         shutil.copy(FOLDER / f"{name}.py", package)
     spec = importlib.util.spec_from_loader("flat_copy", loader=None, is_package=True)
     spec.submodule_search_locations = [str(package)]

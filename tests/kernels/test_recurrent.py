@@ -2,6 +2,7 @@
 Triton's interpreter and the Gluon kernel in its emulator, both compiled without a GPU, and on one.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -122,6 +123,29 @@ def test_compiled_it_never_spills_a_state(architecture, tmp_path):
     found = compiled(tmp_path, "--arch", architecture, "--state", "float32", "bfloat16", "--E", "8")
     assert len(found) == 4, "one token and several, in two dtypes, each compiled once"
     assert all(row["spill_bytes"] <= 16 for row in found), found  # a thread holds 256 bytes of the state or more
+
+
+@pytest.mark.triton
+def test_compiled_with_16_slices_it_never_spills_a_state(tmp_path):
+    found = compiled(tmp_path, "--E", "16", "--K", "64", "--V", "16")
+    assert len(found) == 2
+    assert all(row["spill_bytes"] <= 16 for row in found), found
+
+
+@pytest.mark.triton
+def test_tiles_are_those_measured_but_where_newer_compilers_spill(monkeypatch):
+    decode = dispatch.load("decode")
+    cases = [*itertools.product((1, 2, 3, 4, 8, 16, 32), (16, 32, 64, 128, 256), (128,), (2, 4))]
+    chosen = {}
+    for spills in (False, True):
+        monkeypatch.setattr(decode, "SPILLS", spills)
+        chosen[spills] = {case: decode.tile.__wrapped__(*case) for case in cases}
+    assert chosen[False][16, 128, 128, 4] == (16, 8)
+    assert chosen[False][8, 128, 128, 4] == (16, 4)
+    changed = {case: chosen[True][case] for case in cases if chosen[True][case] != chosen[False][case]}
+    assert changed == dict.fromkeys(
+        [(16, 64, 128, 4), (16, 128, 128, 4), (32, 32, 128, 4), (32, 64, 128, 4), (32, 64, 128, 2)], (8, 8)
+    )
 
 
 @pytest.mark.triton

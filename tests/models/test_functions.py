@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from triadic.models import context
 
-UNSEEN = {"ChunkTriadic"}  # by compilers, which are given the op that it stands for
+UNSEEN = {"ChunkTriadic", "Transformable"}  # by compilers, which are given the op that they stand for
 
 
 def functions():

@@ -64,6 +64,8 @@ def test_rows_of_every_kind(run, program, monkeypatch, capsys):
     cells = {(row["what"], row["E"], row["pass"]) for row in ours}
     assert cells == {(what, E, which) for what in ("layer", "block") for E in (1, 2) for which in ("fwd", "fwdbwd")}
     assert all(row["ms"] == row["over_e1"] == row["over_transformer"] == 1.0 for row in ours)
+    assert all(row["backend"] == "torch" for row in ours), "the one that ran, on a CPU"
+    assert all(row["backend"] is None for row in rows if row not in ours)
     assert all(row["model"] == "gdn_1.3b" and row["H"] == 2 and row["K"] == 16 for row in ours)
     softmax = [row for row in rows if row["impl"] == "sdpa_flash"]
     assert [(row["E"], row["mixer"], "ms" in row) for row in softmax] == [(None, "softmax", True)] * 4

@@ -27,7 +27,18 @@ MODEL_FILES = (
     "cache",
     "losses",
 )
-KERNEL_FILES = ("op", "recurrent", "segments", "dispatch", "reference", "packing", "conv", "features")
+KERNEL_FILES = (
+    "op",
+    "checks",
+    "recurrent",
+    "segments",
+    "dispatch",
+    "transforms",
+    "reference",
+    "packing",
+    "conv",
+    "features",
+)
 AUTO_MAP = {
     "AutoConfig": "configuration_triadic.TriadicConfig",
     "AutoModel": "modeling_triadic.TriadicModel",
