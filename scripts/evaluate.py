@@ -33,4 +33,7 @@ if __name__ == "__main__":
             refuse(error)
     if is_main():
         print((Path(args.output) / "results.md").read_text())
-    sys.exit(0 if all(check["passed"] for check in results["checks"]) else 1)
+    failed = [check["name"] for check in results["checks"] if not check["passed"]]
+    if failed and is_main():
+        print(f"{len(failed)} of {len(results['checks'])} checks failed: {'; '.join(failed)}", file=sys.stderr)
+    sys.exit(1 if failed else 0)

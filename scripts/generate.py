@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from triadic.evaluation import complete, load_checkpoint
+from triadic.evaluation.config import check_sampling
 from triadic.evaluation.sampling import prompt_ids
 
 
@@ -22,13 +23,14 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     args = vars(parser.parse_args())
     try:
+        check_sampling(*(args[name] for name in ("temperature", "top_p", "top_k", "seed")))
+        if args["max_new_tokens"] < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, not {args['max_new_tokens']}")
         found = load_checkpoint(args.pop("checkpoint"))
         prompt_ids(found.tokenizer, args["prompt"])  # refuses what cannot be shown either
         show(args["prompt"])
         made = complete(found.model, found.tokenizer, **args, on_text=show)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    print(
-        f"\n[{made.tokens} tokens, {made.tokens_per_s:.1f} tokens/s after {made.prefill_seconds:.2f} s]",
-        file=sys.stderr,
-    )
+    speed = f"{made.tokens_per_s:.1f} tokens/s after {made.prefill_seconds:.2f} s"
+    print(f"\n[{found.folder}: {made.tokens} tokens, {speed}]", file=sys.stderr)

@@ -265,7 +265,9 @@ def test_evaluate_command(run_folder, tmp_path, monkeypatch, capsys):
     assert err.splitlines()[0] == f"suite demo: perplexity; --suite takes another: {names}, or a .yaml"
     failing = ["--suite", "demo", "--overwrite", *small[:-1], "checks={min_gain_over_unigram: 1e9}"]
     assert run_script(monkeypatch, "evaluate.py", *given, *failing) == 1
-    assert capsys.readouterr().err.splitlines()[0] == "suite demo: perplexity"
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "suite demo: perplexity"
+    assert said[-1] == "1 of 1 checks failed: held-out loss below a unigram model's, nats a token"
     assert "FAILED" in (tmp_path / "results.md").read_text()
 
 
@@ -297,10 +299,16 @@ def test_generate_command(run_folder, monkeypatch, capsys):
     runpy.run_path(str(ROOT / "scripts" / "generate.py"), run_name="__main__")
     out, err = capsys.readouterr()
     assert out.startswith("ka lo")
-    assert re.search(r"\[\d+ tokens, [\d.]+ tokens/s after [\d.]+ s\]", err)
+    assert re.search(rf"\[{run_folder}/final: \d+ tokens, [\d.]+ tokens/s after [\d.]+ s\]", err)
     assert "there is no folder" in run_script(monkeypatch, "generate.py", "/no/such")
-    for word, said in (("--prompt=\udcff", "is no Unicode text"), (f"--seed={1 << 64}", "a number of 64 bits")):
+    for word, said in (
+        ("--prompt=\udcff", "is no Unicode text"),
+        (f"--seed={1 << 64}", "a number of 64 bits"),
+        ("--top_p=0", "error: top_p must be in (0, 1], not 0.0"),
+        ("--max_new_tokens=0", "error: max_new_tokens must be at least 1, not 0"),
+    ):
         assert said in run_script(monkeypatch, "generate.py", str(run_folder), word)
+    assert capsys.readouterr().out == ""  # not even the prompt
 
 
 def test_eval_sh_passes_everything_on(tmp_path, monkeypatch):

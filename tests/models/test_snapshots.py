@@ -139,6 +139,9 @@ def test_files_that_are_no_cache(make_model, tokens, tmp_path):
             load_cache(path, model.config)
     with pytest.raises(ValueError, match="cannot be read as a cache"):
         load_cache(tmp_path / "nothing", model.config)
+    for device in ("nowhere", *(() if torch.cuda.is_available() else ("cuda",))):
+        with pytest.raises(ValueError, match=f"device {device} cannot be used here; give that of the model"):
+            load_cache(path, model.config, device=device)
     save_file({"0.conv": torch.zeros(1)}, path, metadata={"layer_types": " ".join(model.config.layer_types)})
     with pytest.raises(ValueError, match="lacks tensors of a cache"):
         load_cache(path, model.config)

@@ -46,7 +46,7 @@ def half_way(configure, stand_at):
         ("data.seq_len=64", "data.seq_len is 32 there and 64 here"),
         ("data.mask_boundary_targets=true", "data.mask_boundary_targets is False there and True here"),
         ("optimizer.learning_rate=0.5", "optimizer.learning_rate is 0.01 there and 0.5 here"),
-        ("schedule.decay_steps=13", "schedule.decay_steps is 12 there and 13 here"),
+        ("schedule.decay_steps=13", "schedule.decay_steps (by default run.steps) is 12 there and 13 here"),
         ("run.precision=bf16", "run.precision is fp32 there and bf16 here"),
         ("model.config={world}/hybrid.json", "model.layer_types is ['linear_attention', 'linear_attention'] there and"),
         ("data.train={world}/data/validation", "data.train fingerprint is"),
@@ -109,7 +109,7 @@ def test_a_run_that_was_stopped_while_it_claimed_its_folder_begins_again(configu
 def test_a_longer_run_keeps_its_schedule_or_is_refused(half_way):
     config = half_way("run.steps=10", "schedule.decay_steps=12")
     assert train(config).finished
-    refuses(half_way("run.steps=20"), "schedule.decay_steps is 12 there and 20 here")
+    refuses(half_way("run.steps=20"), "schedule.decay_steps (by default run.steps) is 12 there and 20 here")
 
 
 def test_a_folder_of_something_else_is_refused(configure):
@@ -135,7 +135,9 @@ def test_two_trainings_in_one_folder_are_refused(half_way):
 
 def test_missing_things_are_named(configure, world, tmp_path):
     refuses(configure("model.config=configs/model/dmeo.json"), "model.config configs/model/dmeo.json does not exist")
-    refuses(configure("data.train=nowhere/train"), "there is no tokenizer folder nowhere/tokenizer")
+    refuses(configure("data.train=nowhere/train"), "data.train nowhere/train does not exist")
+    alone = shutil.copytree(world / "data" / "train", tmp_path / "alone" / "train")
+    refuses(configure(f"data.train={alone}"), f"there is no tokenizer folder {tmp_path}/alone/tokenizer")
     tokenizer = f"model.tokenizer={world}/data/tokenizer"
     refuses(configure("data.train=nowhere/train", tokenizer), "nowhere/train holds no complete token store")
     refuses(configure("data.seq_len=16384", "batch.global_batch_tokens=65536"), "less than one window of 16,384 + 1")

@@ -152,10 +152,13 @@ def check_sampling(temperature: float, top_p: float, top_k: int, seed: int) -> N
     """Raise ValueError for settings that cannot be sampled with."""
     if abs(seed) >= 1 << 63:
         raise ValueError(f"seed must be a number of 64 bits, not {seed}")
-    if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or top_k < 0:
-        raise ValueError(
-            f"temperature must be >= 0, top_p in (0, 1] and top_k >= 0, not {temperature}, {top_p} and {top_k}"
-        )
+    for name, value, right, wanted in (
+        ("temperature", temperature, 0 <= temperature < math.inf, ">= 0"),
+        ("top_p", top_p, 0 < top_p <= 1, "in (0, 1]"),
+        ("top_k", top_k, top_k >= 0, ">= 0"),
+    ):
+        if not right:
+            raise ValueError(f"{name} must be {wanted}, not {value}")
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ ACTIVATIONS = {
 }
 A_MAX = 16.0  # exp(A_log), the decay rate, is drawn from U(0, 16)
 FEW = 8  # new tokens of a sequence that go through the recurrence one by one, more through chunks
+DELTA_RULE = {"gdn": True, "sgla": False}  # of each linear_mixer: a write erases what its key reads
 DT_MIN, DT_MAX = 1e-3, 1e-1  # the decay bias is softplus^-1 of a log-uniform step in this range
 
 
@@ -92,7 +93,7 @@ class TriadicLinearAttention(nn.Module):
             g, beta = self.gates_to_heads(layout.context, g, beta)
         writes = self.config.num_householder
         q, k, v, q2, k2, g, beta = spread_writes(writes, q, k, v, q2, k2, g, beta)
-        settings = {"delta_rule": self.config.linear_mixer == "gdn", "cu_seqlens": layout.bounds(writes)}
+        settings = {"delta_rule": DELTA_RULE[self.config.linear_mixer], "cu_seqlens": layout.bounds(writes)}
         if hidden_states.shape[1] == 1 or (memory is not None and hidden_states.shape[1] <= FEW):
             op = recurrent_triadic
             settings["inplace_state"] = state is not None and memory.in_place and not torch.is_grad_enabled()
@@ -200,7 +201,7 @@ class TriadicLinearAttention(nn.Module):
     @staticmethod
     def forward_flops(config, context_length):
         """Products with the state: K S (delta rule only), Q S and K^T U, 2 E K V each; work inside chunks is extra."""
-        products = 3 if config.linear_mixer == "gdn" else 2
+        products = 3 if DELTA_RULE[config.linear_mixer] else 2
         return config.num_householder * products * 2 * TriadicLinearAttention.state_entries(config, context_length)
 
 

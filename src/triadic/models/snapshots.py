@@ -84,8 +84,12 @@ def load_cache(
             `config.linear_state_dtype` (float64 in a float64 model).
 
     Raises:
-        ValueError: no such file or a torn one, or a cache of another architecture.
+        ValueError: no such file or a torn one, a cache of another architecture, or a device that is not there.
     """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):  # unknown, absent, or torch was built without it
+        raise ValueError(f"device {device} cannot be used here; give that of the model, model.device.") from None
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -135,7 +135,10 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
         )
     if config.model.second_key_dim is not None:
         if config.model.init_from is None:
-            raise ValueError("model.second_key_dim grows the state of model.init_from, which is not set; set that too")
+            raise ValueError(
+                "model.second_key_dim grows the state of model.init_from, which is not set; for a new model, set "
+                "second_key_dim in a copy of its JSON and name that as model.config"
+            )
         model_config.second_key_dim = config.model.second_key_dim
     if rope_theta is not None:
         if not model_config.rope_parameters or "full_attention" not in model_config.layer_types:
@@ -152,6 +155,8 @@ def load_tokenizer(config: TrainConfig, model_config: PreTrainedConfig) -> PreTr
     """
     folder = Path(config.model.tokenizer or Path(config.data.train).parent / "tokenizer")
     if not folder.is_dir():
+        if config.model.tokenizer is None and not Path(config.data.train).is_dir():
+            raise ValueError(f"data.train {config.data.train} does not exist; make it by scripts/prepare_data.py")
         raise ValueError(f"there is no tokenizer folder {folder}; set model.tokenizer or run scripts/prepare_data.py")
     tokenizer = loading.load_tokenizer(folder)
     if len(tokenizer) > model_config.vocab_size:

@@ -68,7 +68,7 @@ def check(folder: Path, ours: dict) -> None:
     theirs = _defaults(ours.keys() - theirs.keys()) | theirs
     absent = "nothing"
     different = [
-        f"{key} is {theirs.get(key, absent)} there and {ours.get(key, absent)} here"
+        f"{_NAMES.get(key, key)} is {theirs.get(key, absent)} there and {ours.get(key, absent)} here"
         for key in sorted(theirs.keys() | ours.keys())
         if theirs.get(key, absent) != ours.get(key, absent)
     ]
@@ -77,6 +77,9 @@ def check(folder: Path, ours: dict) -> None:
             f"run.output_dir {folder} belongs to another run: {'; '.join(different)}. "
             "Set these back to resume it, or choose another run.output_dir (model.init_from starts from its weights)"
         )
+
+
+_NAMES = {"schedule.decay_steps": "schedule.decay_steps (by default run.steps)"}
 
 
 def _defaults(keys: Iterable[str]) -> dict:
