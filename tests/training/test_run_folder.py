@@ -138,6 +138,7 @@ def test_missing_things_are_named(configure, world, tmp_path):
     refuses(configure("data.train=nowhere/train"), "data.train nowhere/train does not exist")
     alone = shutil.copytree(world / "data" / "train", tmp_path / "alone" / "train")
     refuses(configure(f"data.train={alone}"), f"there is no tokenizer folder {tmp_path}/alone/tokenizer")
+    refuses(configure("data.train=nowhere/train", "model.tokenizer=none"), "there is no tokenizer folder none;")
     tokenizer = f"model.tokenizer={world}/data/tokenizer"
     refuses(configure("data.train=nowhere/train", tokenizer), "nowhere/train holds no complete token store")
     refuses(configure("data.seq_len=16384", "batch.global_batch_tokens=65536"), "less than one window of 16,384 + 1")
