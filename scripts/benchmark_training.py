@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from triadic.group import leaving_group
+from triadic.group import end, leaving_group
 from triadic.launch import refuse
 from triadic.training.speed import LONG, make_cells, run
 
@@ -38,3 +38,4 @@ if __name__ == "__main__":
             run(cells, a.steps, a.seconds, Path(a.out), command, a.profile)
         except (ValueError, OSError) as error:
             refuse(error)
+    end()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from triadic import settings
 from triadic.evaluation import SuiteConfig, evaluate
-from triadic.group import leaving_group
+from triadic.group import end, leaving_group
 from triadic.launch import is_main, refuse
 
 SUITES = Path(__file__).resolve().parent.parent / "configs" / "eval"
@@ -36,4 +36,4 @@ if __name__ == "__main__":
     failed = [check["name"] for check in results["checks"] if not check["passed"]]
     if failed and is_main():
         print(f"{len(failed)} of {len(results['checks'])} checks failed: {'; '.join(failed)}", file=sys.stderr)
-    sys.exit(1 if failed else 0)
+    end(1 if failed else 0)

@@ -10,7 +10,7 @@ import argparse
 
 from transformers.utils.logging import disable_progress_bar
 
-from triadic.group import leaving_group
+from triadic.group import end, leaving_group
 from triadic.launch import refuse
 from triadic.training import TrainingError, load_config, train
 
@@ -25,3 +25,4 @@ if __name__ == "__main__":
             train(load_config(args.config, args.settings))
         except (ValueError, TrainingError) as error:
             refuse(error)
+    end()

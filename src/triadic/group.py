@@ -1,9 +1,12 @@
 """How a program that a launcher has started several times over ends."""
 
+import atexit
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Iterator
+from typing import NoReturn
 
 import torch.distributed
 
@@ -32,6 +35,22 @@ def leaving_group() -> Iterator[None]:
             os._exit(code)
     if _grouped():
         torch.distributed.destroy_process_group()
+
+
+def end(code: int = 0) -> NoReturn:
+    """End a program whose work is done, outside `leaving_group`. One of several processes is gone after Python's own
+    threads and exit hooks: what C++ still takes down behind them ends a finished run by SIGABRT now and then
+    ("terminate called without an active exception", gloo).
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _grouped() -> bool:

@@ -1,6 +1,5 @@
 """triadic.group: programs leave their process group; one that fails ends at once, whatever the others wait for."""
 
-import contextlib
 import os
 import runpy
 import subprocess
@@ -124,7 +123,7 @@ def test_scripts_leave_their_process_group(script, monkeypatch, tmp_path):
     arguments = [str(ROOT / a) if a.startswith("configs/") else a for a in arguments]
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=r"^0$") if result else contextlib.nullcontext():
+    with pytest.raises(SystemExit, match=r"^0$"):
         runpy.run_path(str(ROOT / "scripts" / script), run_name="__main__")
     assert inside == [True]
     assert not torch.distributed.is_initialized()
@@ -134,3 +133,28 @@ def test_without_a_group_errors_are_pythons(monkeypatch):
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("the process was ended"))
     with pytest.raises(RuntimeError, match="no group"), group.leaving_group():
         raise RuntimeError("no group")
+
+
+ENDING = """
+import atexit, runpy, sys, threading, time
+
+class Late:
+    def __del__(self):
+        print("torn down")
+
+late = Late()
+atexit.register(print, "hook")
+threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
+runpy.run_path(sys.argv[1])["end"](int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(("processes", "code", "torn_down"), [(1, 0, True), (1, 3, True), (2, 0, False), (2, 3, False)])
+def test_a_program_ends_after_its_threads_and_hooks(processes, code, torn_down):
+    """One of several processes without what comes behind them."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING, group.__file__, str(code)],
+        env=os.environ | {"WORLD_SIZE": str(processes)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.split("\n")[:-1] == ["thread", "hook", *["torn down"] * torn_down]
+    assert done.returncode == code, done.stderr

@@ -33,7 +33,11 @@ def without_gpu(monkeypatch):
 
 def call(script, monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
-    runpy.run_path(str(ROOT / "scripts" / script), run_name="__main__")
+    try:
+        runpy.run_path(str(ROOT / "scripts" / script), run_name="__main__")
+    except SystemExit as stop:
+        if stop.code:
+            raise
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
