@@ -143,9 +143,10 @@ class Late:
         print("torn down")
 
 late = Late()
+end = runpy.run_path(sys.argv[1])["end"]  # imports for a while, so before the thread begins
 atexit.register(print, "hook")
 threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
-runpy.run_path(sys.argv[1])["end"](int(sys.argv[2]))
+end(int(sys.argv[2]))
 """
 
 
