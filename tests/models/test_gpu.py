@@ -4,7 +4,9 @@ import pytest
 import torch
 from transformers import StaticCache
 
+from triadic.models import losses
 from triadic.models.cache import CACHE_NAME
+from triadic.models.losses import LanguageModelHead
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [1, 130, 60, 257]
@@ -68,6 +70,27 @@ def test_compiled_packed_training(make_model, tokens):
     assert compiled == pytest.approx(loss, rel=0.01)
     for name, g in exact.items():
         assert (actual[f"_orig_mod.{name}"] - g).norm() <= 1.5 * (eager[name] - g).norm(), name
+
+
+@pytest.mark.parametrize(("vocabulary", "error"), [(61, 1.5e-3), (4096, 8e-4)])
+def test_loss_over_a_head(monkeypatch, vocabulary, error):
+    """bfloat16 logits, several chunks, the last one shorter: the loss and both gradients against float64; the weight's,
+    whose chunks are summed up in float32, is closer than a bfloat16 sum could be.
+    """
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 2 * vocabulary * 256)
+    hidden, head = torch.randn(700, 64, device="cuda").bfloat16(), LanguageModelHead(64, vocabulary, bias=False).cuda()
+    head.weight.data = torch.randn(vocabulary, 64, device="cuda").div(8).bfloat16().float()
+    labels = torch.randint(vocabulary, (700,), device="cuda").where(torch.arange(700, device="cuda") % 9 > 0, -100)
+    x, w = (t.detach().double().requires_grad_() for t in (hidden, head.weight))
+    expected = torch.nn.functional.cross_entropy(x @ w.T, labels, reduction="sum")
+    expected.backward()
+    hidden = hidden.float().requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = head(hidden, labels)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    similar({"hidden": hidden.grad.double()}, {"hidden": x.grad}, 4e-3)
+    similar({"weight": head.weight.grad.double()}, {"weight": w.grad}, error)
 
 
 @pytest.mark.parametrize("slices", [3, 4])  # a power of two: keys and values in one pass

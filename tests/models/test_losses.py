@@ -10,7 +10,7 @@ from triadic.models.losses import LanguageModelHead
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(losses, "LOGITS_PER_CHUNK", 61 * 5)  # 5 tokens of a vocabulary of 61
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * 61 * 5)  # 5 tokens of a vocabulary of 61 in float32
 
 
 @pytest.fixture
@@ -154,5 +154,31 @@ def test_targets_may_be_a_view(make_model, tokens, targets, close):
     ("vocabulary", "tokens"), [(32_000, 2048), (61, 1_100_032), (2**18, 256), (300_000, 223), (2**27, 1)]
 )
 def test_chunks_are_whole_tiles(vocabulary, tokens):
-    """At most 2**26 logits (but for a single token's), in whole tiles of 256 rows where one has room."""
+    """At most 2**28 bytes of logits (but for a single token's), in whole tiles of 256 rows where one has room."""
     assert losses.tokens_per_chunk(torch.empty(vocabulary, 1, device="meta")) == tokens
+    assert losses.tokens_per_chunk(torch.empty(2 * vocabulary, 1, device="meta"), torch.bfloat16) == tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slopes(dtype, close):
+    """softmax - onehot, each entry rounded once, also at a label that is nearly certain."""
+    logits = torch.randn(40, 61, generator=torch.Generator().manual_seed(0)).mul(4).to(dtype)
+    logits[3, 7] = 12
+    label = torch.arange(40).add(4).remainder(61)[:, None]
+    found, slope = losses._slopes(logits, label)
+    p = logits.double().softmax(-1)
+    exact = p - F.one_hot(label[:, 0], 61)
+    assert found.dtype == torch.float32
+    assert slope.dtype == dtype
+    close(found.double(), -p.gather(1, label).log(), 1e-5)
+    error = (slope.double() - exact).abs() / exact.abs()
+    assert error.max() < {torch.float32: 1e-4, torch.bfloat16: 2**-8}[dtype]
+
+
+@pytest.mark.slow  # Inductor's C++ for a CPU
+def test_compiled_slopes_of_any_count():
+    for count in (40, 24, 7):
+        logits = torch.randn(count, 61, generator=torch.Generator().manual_seed(count))
+        label = torch.arange(count).remainder(61)[:, None]
+        for compiled, plain in zip(losses._compiled_slopes(logits, label), losses._slopes(logits, label), strict=True):
+            torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)

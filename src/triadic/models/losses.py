@@ -5,8 +5,26 @@ import torch.nn.functional as F
 from torch import nn
 
 IGNORE_INDEX = -100
-LOGITS_PER_CHUNK = 2**26  # 256 MiB of float32
+CHUNK_BYTES = 2**28  # of the logits that exist at a time
 TILE = 256
+
+
+def _slopes(logits, label):
+    """Losses [C, 1], float32 or wider, of logits [C, V] at label [C, 1], and their derivatives [C, V] by the logits."""
+    losses = -torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32)).gather(1, label)
+    # softmax - onehot; the label's own entry p - 1 is rounded once, from float32
+    return losses, torch.softmax(logits, -1).scatter_(1, label, torch.expm1(-losses).to(logits.dtype))
+
+
+# On a GPU the pieces of `_slopes` would read and write the logits nine times, in one compiled piece three times.
+_compiled_slopes = torch.compile(_slopes, fullgraph=True)
+
+
+def _add_product(total, a, b):
+    """total + a @ b in place. On a GPU half-precision operands are summed up in total's float32 at once."""
+    if total.is_cuda and total.dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    return total.add_(a @ b)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -19,22 +37,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=total.dtype) if need_weight else None
-        size = tokens_per_chunk(weight)
+        size = tokens_per_chunk(weight, dtype if need_hidden or need_weight else total.dtype)
+        slopes = _compiled_slopes if hidden.is_cuda else _slopes
         for start in range(0, hidden.shape[0], size):
             x, label = hidden[start : start + size].to(dtype), labels[start : start + size]
             kept = label != IGNORE_INDEX
             label = label.where(kept, 0)[:, None]
             logits = x @ w.T  # [C, V]
-            losses = -torch.log_softmax(logits, -1, dtype=total.dtype).gather(1, label)  # [C, 1]
-            total = total + (losses[:, 0] * kept).sum()
             if not (need_hidden or need_weight):
+                total = total + _losses(logits.to(total.dtype), labels[start : start + size])[0].sum()
                 continue
-            # d loss / d logits = softmax - onehot; the label's own entry p - 1 is rounded once, from float32
-            slope = torch.softmax(logits, -1).scatter_(1, label, torch.expm1(-losses).to(dtype))
+            losses, slope = slopes(logits, label)
+            total = total + (losses[:, 0] * kept).sum()
             if need_hidden:
                 grad_hidden[start : start + size] = (slope @ w) * kept[:, None]
             if need_weight:
-                grad_weight += slope.T @ (x * kept[:, None])
+                _add_product(grad_weight, slope.T, x * kept[:, None])
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         return total
@@ -55,9 +73,11 @@ def _losses(logits, labels):
     return (log_partition - target) * kept, log_partition
 
 
-def tokens_per_chunk(weight):
-    """Whole tiles of a matrix product (256 rows), where the vocabulary leaves room for one."""
-    tokens = LOGITS_PER_CHUNK // weight.shape[0]
+def tokens_per_chunk(weight, dtype=torch.float32):
+    """Tokens whose logits fill CHUNK_BYTES: whole tiles of a matrix product (256 rows), where the vocabulary leaves
+    room for one.
+    """
+    tokens = CHUNK_BYTES // dtype.itemsize // weight.shape[0]
     return tokens // TILE * TILE or max(tokens, 1)
 
 
