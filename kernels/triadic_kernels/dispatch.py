@@ -18,7 +18,6 @@ to the given ht, which may be h0. Where p.needs_grad it is differentiable by pla
 
 import hashlib
 import importlib
-import threading
 import warnings
 from functools import lru_cache, wraps
 from pathlib import Path
@@ -181,19 +180,12 @@ def report(p: Problem, table: dict[str, str] = CHUNK) -> str:
     return "\n".join(lines)
 
 
-class Call(threading.local):
-    """How the op that runs now was called."""
-
-    direct = False  # not through torch.library, which wants every tensor an op returns to be its own
-
-
-CALL = Call()
 PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
 def plain(tensors) -> bool:
     """Whether nothing needs to see the op itself: no compiler, tracer, function transform, dispatch mode, subclass or
-    meta tensor. Then it can be called `directly`: torch.library around it would cost 0.1 ms of host time.
+    meta tensor. Then it can be called directly: torch.library around it would cost 0.1 ms of host time.
     """
     return (
         not torch.compiler.is_compiling()
@@ -210,14 +202,6 @@ def has_tangent(tensors) -> bool:
     return forward_ad._current_level >= 0 and any(
         x is not None and x.is_floating_point() and forward_ad.unpack_dual(x).tangent is not None for x in tensors
     )
-
-
-def directly(function, *arguments):
-    CALL.direct = True
-    try:
-        return function(*arguments)
-    finally:
-        CALL.direct = False
 
 
 def as_promised(x):

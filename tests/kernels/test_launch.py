@@ -238,22 +238,6 @@ def test_the_op_is_there_for_those_who_look(inputs, gradients):
     assert all(torch.equal(direct[name], looked_at[name]) for name in direct)
 
 
-def test_back_ends_know_how_they_were_called(inputs, gradients, monkeypatch):
-    reference, calls = dispatch.load("reference"), []
-
-    def noted(name, function):
-        return lambda *arguments: (calls.append((name, dispatch.CALL.direct)), function(*arguments))[1]
-
-    for name in ("forward", "backward"):
-        monkeypatch.setattr(reference, name, noted(name, getattr(reference, name)))
-    x = inputs(T=3)
-    gradients(chunk_triadic, x)
-    with Seen():
-        gradients(chunk_triadic, x)
-    assert calls == [("forward", True), ("backward", True), ("forward", False), ("backward", False)]
-    assert not dispatch.CALL.direct
-
-
 def test_aligned_copies_only_what_is_not():
     x = torch.arange(9.0)
     assert launch.aligned(x) is x
