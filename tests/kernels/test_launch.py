@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triadic_kernels import chunk_triadic, decode, dispatch, gluon_compat, launch, op, triton_chunk
+from triadic_kernels import chunk_triadic, chunks, decode, dispatch, gluon_compat, launch, op, triton_chunk
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
@@ -87,6 +87,25 @@ def test_later_launches_are_those_of_triton(started, monkeypatch):
     assert arguments[:3] == (1, 1, 1)
     assert arguments[9] is y
     assert arguments[10:] == (None, x, 0.25, 1, 16, False)
+
+
+@pytest.mark.parametrize(("dtype", "known"), [(torch.int32, "*i32"), (torch.int64, "*i64")])
+def test_tables_of_packed_documents_are_launched_again(dtype, known, started, monkeypatch):
+    """For any number of documents and rows, for bounds of either dtype, off alignment too."""
+    cu_seqlens = torch.tensor([0, 0, 0, 5, 70], dtype=dtype)
+    chunks._launcher.cache_clear()
+    chunks.tables(1, 70, cu_seqlens, CPU)
+    assert chunks._launcher(CPU, dtype).compiled.src.signature["p_cu"] == known
+    monkeypatch.setattr(triton.JITFunction, "run", None)
+    made = chunks.tables(1, 70, cu_seqlens, CPU)
+    chunks.tables(1, 3000, cu_seqlens[2:], CPU)
+    assert_same_starts(started[:1], started[1:2])
+    assert all(x is y for x, y in zip(made, started[1][1][10:13], strict=True))
+    _, arguments = started[2]
+    assert arguments[:3] == (2, 1, 1)
+    assert arguments[9].data_ptr() % 16 == 0
+    assert arguments[9].tolist() == [0, 5, 70]
+    assert arguments[13:15] == (2, 3000 // 64 + 2)
 
 
 def test_a_profiler_sees_every_launch(started):
@@ -181,6 +200,25 @@ def test_inputs_off_alignment_are_copied(monkeypatch):
     assert all(x.data_ptr() % 16 == 0 for arguments in calls for x in arguments if isinstance(x, torch.Tensor))
     assert all(map(torch.equal, (*calls[1][:2], calls[2][2], *calls[0][:4]), given))
     assert torch.equal(calls[3][2], do)
+
+
+def test_tables_of_packed_documents_are_not_among_what_is_kept(monkeypatch):
+    """Nor do the two ways share them: each makes its own from the bounds, which autograd watches over."""
+    calls = []
+    monkeypatch.setattr(launch.Launcher, "__call__", lambda self, grid, *rest: calls.append((self.kernel, grid, rest)))
+    q, k, v, do = (torch.randn(1, 70, heads, 16).bfloat16() for heads in (1, 1, 2, 2))
+    given, cu_seqlens = (q, k, v, None, None, None, None, None), torch.tensor([0, 5, 70])
+    p = SMALL._replace(N=2, varlen=True, has_q2=False, gate=None, has_beta=False)
+    saved = triton_chunk.forward(p, *given, cu_seqlens, True)[2]
+    triton_chunk.backward(p, *given, cu_seqlens, saved, do, None)
+    (_, _, first), (_, _, second) = [call for call in calls if call[0].__name__ == "tables_kernel"]
+    assert first[0] is second[0] is cu_seqlens
+    tables = [{x.data_ptr() for x in filled} for filled in (first[1:4], second[1:4])]
+    read = [{x.data_ptr() for x in rest if isinstance(x, torch.Tensor)} for _, _, rest in calls]
+    assert [len(mine & tables[0]) for mine in read] == [3, 1, 1, 3, 0, 0, 0, 0], "tables, kernels 1 to 3 | 4 to 6"
+    assert [len(mine & tables[1]) for mine in read] == [0, 0, 0, 0, 3, 3, 1, 1]
+    assert not {x.data_ptr() for x in saved} & (tables[0] | tables[1])
+    assert len(saved) == len(triton_chunk.saved_like(p, q, cu_seqlens)) == len(triton_chunk.saved_like(SMALL, q, None))
 
 
 def test_gates_made_again_come_from_the_same_inputs(monkeypatch):
