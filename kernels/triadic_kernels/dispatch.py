@@ -208,11 +208,12 @@ def as_promised(x):
     """Tensors, alone or in a list, contiguous and with the strides of new ones: where a dimension has size 1, or the
     tensor no element, those of contiguous tensors may be any.
     """
-    if isinstance(x, (list, tuple)):
-        return type(x)(map(as_promised, x))
     if not isinstance(x, torch.Tensor):
+        return type(x)(map(as_promised, x)) if isinstance(x, (list, tuple)) else x
+    strides = _strides_of_new(x.shape)
+    if x.stride() == strides:  # as nearly always
         return x
-    x, strides = x.contiguous(), _strides_of_new(x.shape)
+    x = x.contiguous()
     return x if x.stride() == strides else x.as_strided(x.shape, strides)
 
 
