@@ -2,7 +2,7 @@
 
     1 gates -> 2 masks -> 3 forward | 4 reverse -> 5 state gradients -> 6 mask gradients
 
-Both ways begin with the chunk tables (chunks.py), for which packed documents take one small kernel more.
+Either way begins with a small one that fills the chunk tables (chunks.py).
 
 `run_forward` and `run_backward` take kernels 2 to 6 as functions, so that another back end can bring its own for
 these and share the rest.
