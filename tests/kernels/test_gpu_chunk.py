@@ -103,7 +103,7 @@ def test_no_compilation_and_no_tuning_for_50_other_lengths(backend, monkeypatch)
 
 
 def two_packings(x, cu_seqlens):
-    """The second one's bounds are known when the first's are no longer needed: Inductor puts them in the same tensor."""
+    """The second one's bounds come when the first's are no longer needed: Inductor puts them in the same tensor."""
     o = packed(x, cu_seqlens + 0)
     later = 64 * (o.float().abs().max() >= 0) * (cu_seqlens > 0) * (cu_seqlens < o.shape[1])
     return o + packed(x, (cu_seqlens + later).int())
