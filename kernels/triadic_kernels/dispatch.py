@@ -18,7 +18,6 @@ to the given ht, which may be h0. Where p.needs_grad it is differentiable by pla
 
 import hashlib
 import importlib
-import threading
 import warnings
 from functools import lru_cache, wraps
 from pathlib import Path
@@ -181,19 +180,12 @@ def report(p: Problem, table: dict[str, str] = CHUNK) -> str:
     return "\n".join(lines)
 
 
-class Call(threading.local):
-    """How the op that runs now was called."""
-
-    direct = False  # not through torch.library, which wants every tensor an op returns to be its own
-
-
-CALL = Call()
 PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
 def plain(tensors) -> bool:
     """Whether nothing needs to see the op itself: no compiler, tracer, function transform, dispatch mode, subclass or
-    meta tensor. Then it can be called `directly`: torch.library around it would cost 0.1 ms of host time.
+    meta tensor. Then it can be called directly: torch.library around it would cost 0.1 ms of host time.
     """
     return (
         not torch.compiler.is_compiling()
@@ -212,23 +204,16 @@ def has_tangent(tensors) -> bool:
     )
 
 
-def directly(function, *arguments):
-    CALL.direct = True
-    try:
-        return function(*arguments)
-    finally:
-        CALL.direct = False
-
-
 def as_promised(x):
     """Tensors, alone or in a list, contiguous and with the strides of new ones: where a dimension has size 1, or the
     tensor no element, those of contiguous tensors may be any.
     """
-    if isinstance(x, (list, tuple)):
-        return type(x)(map(as_promised, x))
     if not isinstance(x, torch.Tensor):
+        return type(x)(map(as_promised, x)) if isinstance(x, (list, tuple)) else x
+    strides = _strides_of_new(x.shape)
+    if x.stride() == strides:  # as nearly always
         return x
-    x, strides = x.contiguous(), _strides_of_new(x.shape)
+    x = x.contiguous()
     return x if x.stride() == strides else x.as_strided(x.shape, strides)
 
 

@@ -16,7 +16,6 @@ from .dispatch import (
     CHUNK,
     RECURRENT,
     dense,
-    directly,
     has_tangent,
     load,
     plain,
@@ -80,8 +79,7 @@ def chunk_triadic(
             a sequence can be chained.
         output_final_state: also return the state after the last token of every sequence.
         cu_seqlens: [N + 1] int32 or int64 boundaries of documents packed along T (B must be 1); documents may be empty
-            and never influence one another. What a GPU makes of them is kept while the tensor is unchanged, which
-            writes through .data, and replays of a CUDA graph into it, hide.
+            and never influence one another. Read again in the backward.
         use_qk_l2norm_in_kernel: first scale q and k to unit length, x / sqrt(sum x^2 + 1e-6).
         segment_size: tokens (best a multiple of 64) after which the backward starts anew: it computes the states inside
             a segment again instead of keeping those of the whole sequence, the largest part of the memory it needs, for
@@ -137,7 +135,7 @@ def chunk_triadic(
     if not direct:
         outputs = (Transformed.apply if transformed else _op("chunk_forward"))(*tensors, *options)
     else:
-        outputs = ChunkTriadic.apply(*tensors, *options) if keep else directly(_forward, *tensors, *options)
+        outputs = ChunkTriadic.apply(*tensors, *options) if keep else _forward(*tensors, *options)
     return outputs[0], outputs[1] if output_final_state else None
 
 
@@ -284,7 +282,7 @@ def _differentiate(ctx, gradients):
     if active():
         given = iter(TransformedBackward.apply(len(saved), *saved, *tensors, do, dht, *ctx.options))
     elif plain((do, dht, *kept)) and not torch.is_grad_enabled():
-        given = iter(directly(_backward, *arguments))
+        given = iter(_backward(*arguments))
     else:
         given = iter(_op("chunk_backward")(*arguments))
     return *(None if x is None else next(given) for x in tensors[:8]), *[None] * 8
@@ -295,7 +293,7 @@ class ChunkTriadic(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        outputs = directly(_forward, *arguments)
+        outputs = _forward(*arguments)
         _keep_for_backward(ctx, arguments, outputs)
         results = outputs[: 1 + arguments[11]]  # output_final
         return tuple(x.clone() if x._is_view() else x for x in results)  # a view could not be changed in place

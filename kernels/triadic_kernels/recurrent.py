@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_arguments, check_values
-from .dispatch import RECURRENT, dense, directly, has_tangent, plain, problem, run, select
+from .dispatch import RECURRENT, dense, has_tangent, plain, problem, run, select
 from .op import NAMESPACE, _full_precision, _op
 from .reference import l2norm
 from .transforms import active, everything
@@ -60,7 +60,7 @@ def recurrent_triadic(
         tensors = [None if x is None else x.contiguous() for x in (q, k, *tensors[2:])]
         options = (scale, delta_rule, output_final_state or inplace_state, backend, check)
         name, function = ("recurrent_step_", _step_inplace) if inplace_state else ("recurrent_step", _step)
-        outputs = directly(function, *tensors, *options) if plain(tensors) else _op(name)(*tensors, *options)
+        outputs = function(*tensors, *options) if plain(tensors) else _op(name)(*tensors, *options)
         if inplace_state:
             torch.autograd.graph.increment_version(initial_state)  # autograd must notice what a kernel overwrote
             return outputs, initial_state

@@ -2,6 +2,8 @@
 
     1 gates -> 2 masks -> 3 forward | 4 reverse -> 5 state gradients -> 6 mask gradients
 
+Either way begins with a small one that fills the chunk tables (chunks.py).
+
 `run_forward` and `run_backward` take kernels 2 to 6 as functions, so that another back end can bring its own for
 these and share the rest.
 """
@@ -240,17 +242,16 @@ def run_forward(fill_masks, recur, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, 
         recur(p, q, k, v, t, state, o, y, h)
     if not keep:
         return o, state if p.output_final else None, []
-    packed = t[:3] if p.varlen else ()  # those of a batch are at hand in the backward
-    saved = [of_states, tp, y, h, *packed, *([of_gates] if keeps_gates(p) else ())]
+    saved = [of_states, tp, y, h, *([of_gates] if keeps_gates(p) else ())]
     return o, state if p.output_final else None, saved
 
 
 def run_backward(reverse, state_gradients, finish, p, q, k, v, q2, k2, g, beta, h0, cu_seqlens, saved, do, dht):
     q, k, do = map(aligned, (q, k, do))
     of_states, tp, y, h, *rest = map(aligned, saved)
-    of_gates = rest.pop() if keeps_gates(p) else None
+    of_gates = rest[0] if keeps_gates(p) else None
     with current(q.device):
-        t = tables(p, rest or chunks.tables(p.B, p.T, None, q.device), of_gates, of_states, tp)
+        t = tables(p, chunks.tables(p.B, p.T, cu_seqlens, q.device), of_gates, of_states, tp)
         dstate = state_from(p, dht, p.has_initial, q.device)
         dw, dh = torch.empty_like(v), torch.empty_like(h)
         reverse(p, q, k, do, t, dstate, dw, dh)
@@ -268,9 +269,8 @@ def run_backward(reverse, state_gradients, finish, p, q, k, v, q2, k2, g, beta, 
 
 
 def saved_like(p, q, cu_seqlens):
-    packed = chunks.tables_like(p.N, count(p), q.device) if p.varlen else ()
     of_gates, of_states = (tables_like(sizes(p), q.device) for sizes in (gate_sizes, state_sizes))
-    kept = [of_states, masks_like(p, q.device), *kept_like(p, q.device), *packed]
+    kept = [of_states, masks_like(p, q.device), *kept_like(p, q.device)]
     return [*kept, of_gates] if keeps_gates(p) else kept
 
 

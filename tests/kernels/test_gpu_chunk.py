@@ -51,9 +51,9 @@ def test_pairwise(backend, dtype, measured):
     measured("pairwise", "--backend", backend, "--dtypes", dtype, "--only-supported", processes=8)
 
 
-def forward_and_backward(backend, T, bounds=None):
-    """One call with gradients, all T tokens in one document or in those between the bounds."""
-    B, H, E, D = 1 if bounds else 2, 2, 8, 128
+def leaves(B, T):
+    """Tensors of a call."""
+    H, E, D = 2, 8, 128
 
     def normal(*shape, dtype=torch.bfloat16):
         return torch.randn(B, T, H, *shape, device="cuda", dtype=dtype)
@@ -61,11 +61,29 @@ def forward_and_backward(backend, T, bounds=None):
     x = dict(q=normal(D), k=normal(D), v=normal(D))
     x |= dict(q2=normal(E, dtype=torch.float32), k2=normal(E, dtype=torch.float32))
     x |= dict(g=-normal(E, dtype=torch.float32).abs(), beta=normal(dtype=torch.float32).sigmoid())
-    x = {name: (t / t.norm(dim=-1, keepdim=True) if name[0] in "qk" else t).requires_grad_() for name, t in x.items()}
-    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device="cuda")
-    o, _ = chunk_triadic(**x, cu_seqlens=cu_seqlens, backend=backend)
-    gradients = torch.autograd.grad(o, list(x.values()), torch.ones_like(o))
-    assert all(t.isfinite().all() for t in (o, *gradients))
+    return {
+        name: (t / t.norm(dim=-1, keepdim=True) if name[0] in "qk" else t).requires_grad_() for name, t in x.items()
+    }
+
+
+def on_gpu(bounds):
+    return None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device="cuda")
+
+
+def outcome(function, x, *arguments):
+    """Its output and the gradients of x."""
+    o = function(x, *arguments)
+    return [o, *torch.autograd.grad(o, list(x.values()), torch.ones_like(o))]
+
+
+def forward_and_backward(backend, T, bounds=None):
+    """One call with gradients, all T tokens in one document or in those between the bounds."""
+    found = outcome(packed, leaves(1 if bounds else 2, T), on_gpu(bounds), backend)
+    assert all(t.isfinite().all() for t in found)
+
+
+def packed(x, cu_seqlens, backend="auto"):
+    return chunk_triadic(**x, cu_seqlens=cu_seqlens, backend=backend)[0]
 
 
 @pytest.mark.parametrize("backend", ["triton", "auto"])
@@ -82,3 +100,43 @@ def test_no_compilation_and_no_tuning_for_50_other_lengths(backend, monkeypatch)
     for T in [1, 64, *lengths.sample(range(2, 6000), 48)]:
         forward_and_backward(backend, T)
         forward_and_backward(backend, T, [0, *sorted(lengths.choices(range(T + 1), k=lengths.randrange(4))), T])
+
+
+def two_packings(x, cu_seqlens):
+    """The second one's bounds come when the first's are no longer needed: Inductor puts them in the same tensor."""
+    o = packed(x, cu_seqlens + 0)
+    later = 64 * (o.float().abs().max() >= 0) * (cu_seqlens > 0) * (cu_seqlens < o.shape[1])
+    return o + packed(x, (cu_seqlens + later).int())
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_one_tensor_with_the_bounds_of_two_packings(grad):
+    x, cu_seqlens = leaves(1, 1000), on_gpu([0, 70, 333, 1000])
+    with torch.set_grad_enabled(grad):
+        run = outcome if grad else lambda function, *arguments: [function(*arguments)]
+        found, wanted = (run(function, x, cu_seqlens) for function in (torch.compile(two_packings), two_packings))
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_a_cuda_graph_replayed_with_other_bounds():
+    x, static, stream = leaves(1, 1000), on_gpu([0, 70, 333, 1000]), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        outcome(packed, x, static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = outcome(packed, x, static)
+    for bounds in ([0, 70, 333, 1000], [0, 500, 501, 1000]):
+        static.copy_(on_gpu(bounds))
+        graph.replay()
+        assert all(map(torch.equal, found, outcome(packed, x, on_gpu(bounds))))
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 70, 333, 1000]])
+def test_compiled_into_cuda_graphs(bounds):
+    """Nothing that the op keeps lies in the graphs' memory, which Inductor would refuse."""
+    x, compiled = leaves(1, 1000), torch.compile(packed, mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        found = [t.clone() for t in outcome(compiled, x, on_gpu(bounds))]
+    assert all(map(torch.equal, found, outcome(packed, x, on_gpu(bounds))))

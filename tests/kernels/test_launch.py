@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triadic_kernels import chunk_triadic, decode, dispatch, gluon_compat, launch, op, triton_chunk
+from triadic_kernels import chunk_triadic, chunks, decode, dispatch, gluon_compat, launch, op, triton_chunk
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
@@ -89,6 +89,25 @@ def test_later_launches_are_those_of_triton(started, monkeypatch):
     assert arguments[10:] == (None, x, 0.25, 1, 16, False)
 
 
+@pytest.mark.parametrize(("dtype", "known"), [(torch.int32, "*i32"), (torch.int64, "*i64")])
+def test_tables_of_packed_documents_are_launched_again(dtype, known, started, monkeypatch):
+    """For any number of documents and rows, for bounds of either dtype, off alignment too."""
+    cu_seqlens = torch.tensor([0, 0, 0, 5, 70], dtype=dtype)
+    chunks._launcher.cache_clear()
+    chunks.tables(1, 70, cu_seqlens, CPU)
+    assert chunks._launcher(CPU, dtype).compiled.src.signature["p_cu"] == known
+    monkeypatch.setattr(triton.JITFunction, "run", None)
+    made = chunks.tables(1, 70, cu_seqlens, CPU)
+    chunks.tables(1, 3000, cu_seqlens[2:], CPU)
+    assert_same_starts(started[:1], started[1:2])
+    assert all(x is y for x, y in zip(made, started[1][1][10:13], strict=True))
+    _, arguments = started[2]
+    assert arguments[:3] == (2, 1, 1)
+    assert arguments[9].data_ptr() % 16 == 0
+    assert arguments[9].tolist() == [0, 5, 70]
+    assert arguments[13:16] == (3000, 2, 3000 // 64 + 2)
+
+
 def test_a_profiler_sees_every_launch(started):
     launcher = launch.Launcher(scaled, CPU, dict(BIASED=False, BLOCK=32, num_warps=1))
     hooks = triton.knobs.runtime.launch_enter_hook
@@ -108,7 +127,7 @@ def test_a_profiler_sees_every_launch(started):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["triton", "gluon_hopper"])
 def test_back_ends_launch_again_what_triton_launched(backend, recorder, started, monkeypatch):
-    """The nine launches of an inference, a forward and a backward; then 50 other lengths without any
+    """The launches of an inference, a forward and a backward; then 50 other lengths without any
     compilation.
     """
     module = dispatch.load(dispatch.CHUNK[backend])
@@ -116,13 +135,13 @@ def test_back_ends_launch_again_what_triton_launched(backend, recorder, started,
     offline.run_backend(module, p)
     first = list(started)
     assert [name for name, _ in first] == [
-        *("gates_kernel", "masks_kernel", "forward_kernel") * 2,
-        *("reverse_kernel", "state_gradients_kernel", "mask_gradients_kernel"),
+        *("tables_kernel", "gates_kernel", "masks_kernel", "forward_kernel") * 2,
+        *("tables_kernel", "reverse_kernel", "state_gradients_kernel", "mask_gradients_kernel"),
     ]
     monkeypatch.setattr(triton.JITFunction, "run", None)
     started.clear()
     offline.run_backend(module, p)
-    assert_same_starts(first[3:], started[3:])
+    assert_same_starts(first[4:], started[4:])
     lengths = (dict(T=T) for T in random.Random(0).sample(range(2, 3000), 50))
     for change in (dict(T=1), dict(B=3, N=3, T=65), dict(scale=2.0), dict(B=2, N=2), *lengths):
         offline.run_backend(module, p._replace(**change))
@@ -177,10 +196,30 @@ def test_inputs_off_alignment_are_copied(monkeypatch):
     assert all(x.data_ptr() % 16 for x in (*given, do))
     saved = triton_chunk.forward(SMALL, *given, None, None, True)[2]
     triton_chunk.backward(SMALL, *given, None, None, list(map(shifted, saved)), do, None)
+    calls = [arguments for arguments in calls if arguments[0] is not None]  # of bounds: not of the tables of a batch
     assert len(calls) == 6
     assert all(x.data_ptr() % 16 == 0 for arguments in calls for x in arguments if isinstance(x, torch.Tensor))
     assert all(map(torch.equal, (*calls[1][:2], calls[2][2], *calls[0][:4]), given))
     assert torch.equal(calls[3][2], do)
+
+
+def test_tables_are_not_among_what_is_kept(monkeypatch):
+    """Nor do the two ways share them: each makes its own, from the bounds that autograd watches over."""
+    calls = []
+    monkeypatch.setattr(launch.Launcher, "__call__", lambda self, grid, *rest: calls.append((self.kernel, grid, rest)))
+    q, k, v, do = (torch.randn(1, 70, heads, 16).bfloat16() for heads in (1, 1, 2, 2))
+    given, cu_seqlens = (q, k, v, None, None, None, None, None), torch.tensor([0, 5, 70])
+    p = SMALL._replace(N=2, varlen=True, has_q2=False, gate=None, has_beta=False)
+    saved = triton_chunk.forward(p, *given, cu_seqlens, True)[2]
+    triton_chunk.backward(p, *given, cu_seqlens, saved, do, None)
+    (_, _, first), (_, _, second) = [call for call in calls if call[0].__name__ == "tables_kernel"]
+    assert first[0] is second[0] is cu_seqlens
+    tables = [{x.data_ptr() for x in filled} for filled in (first[1:4], second[1:4])]
+    read = [{x.data_ptr() for x in rest if isinstance(x, torch.Tensor)} for _, _, rest in calls]
+    assert [len(mine & tables[0]) for mine in read] == [3, 1, 1, 3, 0, 0, 0, 0], "tables, kernels 1 to 3 | 4 to 6"
+    assert [len(mine & tables[1]) for mine in read] == [0, 0, 0, 0, 3, 3, 1, 1]
+    assert not {x.data_ptr() for x in saved} & (tables[0] | tables[1])
+    assert len(saved) == len(triton_chunk.saved_like(p, q, cu_seqlens)) == len(triton_chunk.saved_like(SMALL, q, None))
 
 
 def test_gates_made_again_come_from_the_same_inputs(monkeypatch):
@@ -195,9 +234,10 @@ def test_gates_made_again_come_from_the_same_inputs(monkeypatch):
     assert [kernel.__name__ for kernel, _, _ in calls[-3:]] == [
         *("state_gradients_kernel", "gates_kernel", "mask_gradients_kernel")
     ]
-    first, again, last = calls[0], calls[-2], calls[-1]
+    first, again, last = calls[1], calls[-2], calls[-1]
     assert first[:2] == again[:2]
-    assert all(map(torch.equal, first[2][:5], again[2][:5])), "q2, k2, g, beta, chunks"
+    assert all(map(torch.equal, first[2][:4], again[2][:4])), "q2, k2, g, beta"
+    assert again[2][4] is calls[4][2][1], "chunks, of the backward"
     assert first[2][-2:] == again[2][-2:]
     tables_of_gates = {x.data_ptr() for x in again[2][7:11]}
     assert {x.data_ptr() for x in last[2][5:9]} == tables_of_gates, "kernel 6 reads what was made again"
@@ -236,22 +276,6 @@ def test_the_op_is_there_for_those_who_look(inputs, gradients):
     own = [name for name in seen.names if name.startswith(op.NAMESPACE)]
     assert own == [f"{op.NAMESPACE}.chunk_forward.default", f"{op.NAMESPACE}.chunk_backward.default"]
     assert all(torch.equal(direct[name], looked_at[name]) for name in direct)
-
-
-def test_back_ends_know_how_they_were_called(inputs, gradients, monkeypatch):
-    reference, calls = dispatch.load("reference"), []
-
-    def noted(name, function):
-        return lambda *arguments: (calls.append((name, dispatch.CALL.direct)), function(*arguments))[1]
-
-    for name in ("forward", "backward"):
-        monkeypatch.setattr(reference, name, noted(name, getattr(reference, name)))
-    x = inputs(T=3)
-    gradients(chunk_triadic, x)
-    with Seen():
-        gradients(chunk_triadic, x)
-    assert calls == [("forward", True), ("backward", True), ("forward", False), ("backward", False)]
-    assert not dispatch.CALL.direct
 
 
 def test_aligned_copies_only_what_is_not():

@@ -104,3 +104,35 @@ def test_all_documents_empty(op, inputs):
     weight = torch.randn_like(ht)
     (dh0,) = torch.autograd.grad(ht, x["initial_state"], weight)
     assert torch.equal(dh0, weight)
+
+
+COMPILED = torch.compile(chunk_triadic, backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("op", [chunk_triadic, COMPILED], ids=["direct", "compiled"])
+def test_bounds_that_change_before_the_backward(op, inputs, close, tolerance):
+    """Kernels read them again, so autograd must refuse; segments keep bounds of their own."""
+    x, bounds = inputs(T=10), [torch.tensor([0, 3, 10]), torch.tensor([0, 5, 10])]
+    wanted = torch.autograd.grad(chunk_triadic(**x, cu_seqlens=bounds[0])[0].square().sum(), x["k"])
+
+    def changed(**options):
+        cu_seqlens = bounds[0].clone()
+        o, _ = op(**x, cu_seqlens=cu_seqlens, **options)
+        cu_seqlens.copy_(bounds[1])
+        return torch.autograd.grad(o.square().sum(), x["k"])
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        changed()
+    close(dict(dk=changed(segment_size=4)[0]), dict(dk=wanted[0]), tolerance[torch.float64])
+
+
+@pytest.mark.parametrize("op", [chunk_triadic, COMPILED], ids=["direct", "compiled"])
+def test_bounds_that_take_turns(op, inputs, close, tolerance):
+    """Forward, forward, backward, backward, of documents of one number in one number of tokens."""
+    x, bounds = inputs(T=70), [torch.tensor([0, 3, 70]), torch.tensor([0, 69, 70])]
+
+    def derivatives(op):
+        outputs = [op(**x, cu_seqlens=cu_seqlens)[0].square().sum() for cu_seqlens in bounds]
+        return {str(i): torch.autograd.grad(o, x["k"])[0] for i, o in enumerate(outputs)}
+
+    close(derivatives(op), derivatives(recurrent_triadic), tolerance[torch.float64])
