@@ -23,6 +23,15 @@ def test_unequal_singular_values_by_the_formula():
     assert float(effective_rank(matrix)) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("shape", [(6, 40), (40, 6), (7, 7)])
+def test_any_matrix_as_by_its_singular_values(shape):
+    matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    shares = torch.linalg.svdvals(matrices.double())
+    shares = shares / shares.sum(-1, keepdim=True)
+    expected = torch.exp(-(shares * shares.log()).sum(-1))
+    torch.testing.assert_close(effective_rank(matrices), expected, rtol=1e-9, atol=0)
+
+
 def test_zero_has_rank_zero_and_batches_are_independent():
     batch = torch.stack([torch.zeros(4, 4), torch.eye(4)])
     assert effective_rank(batch).tolist() == pytest.approx([0.0, 4.0])

@@ -20,9 +20,9 @@ def _slopes(logits, label):
 _compiled_slopes = torch.compile(_slopes, fullgraph=True)
 
 
-def _add_product(total, a, b):
-    """total + a @ b in place. On a GPU half-precision operands are summed up in total's float32 at once."""
-    if total.is_cuda and total.dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16):
+def _add_product(total, a, b, at_once):
+    """total + a @ b in place; `at_once`: a product in half precision is summed up in total's float32, never rounded."""
+    if at_once and total.dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16):
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     return total.add_(a @ b)
 
@@ -38,7 +38,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=total.dtype) if need_weight else None
         size = tokens_per_chunk(weight, dtype if need_hidden or need_weight else total.dtype)
-        slopes = _compiled_slopes if hidden.is_cuda else _slopes
+        fused = hidden.is_cuda and not torch.compiler.is_compiling()  # a compiler of the whole model fuses for itself
+        slopes = _compiled_slopes if fused else _slopes
         for start in range(0, hidden.shape[0], size):
             x, label = hidden[start : start + size].to(dtype), labels[start : start + size]
             kept = label != IGNORE_INDEX
@@ -52,7 +53,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if need_hidden:
                 grad_hidden[start : start + size] = (slope @ w) * kept[:, None]
             if need_weight:
-                _add_product(grad_weight, slope.T, x * kept[:, None])
+                _add_product(grad_weight, slope.T, x * kept[:, None], fused)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         return total
