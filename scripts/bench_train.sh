@@ -1,7 +1,7 @@
 #!/bin/sh
 # Training speed on one GPU, random tokens: windows of 4,096 tokens, then of 65,536 (their blocks recomputed; their peak
-# memory is to stay below 80 GB). About half a minute for each model and length; JSON files in $OUT (default
-# results/bench_train).
+# memory is to stay below 80 GB). About a minute for each model and length; JSON files in $OUT (default
+# results/bench_train). At 4,096 the largest model fills 118 GiB; on a smaller GPU: TRAIN_ARGS="--pass-tokens 8192"
 #   MODELS_4K, MODELS_64K  model configs, "" for none; TRAIN_ARGS, LONG_ARGS  for scripts/benchmark_training.py
 set -e
 if test -z "${MODELS_4K+x}${MODELS_64K+x}" && ! python3 -c "import torch; exit(not torch.cuda.is_available())"; then
@@ -16,7 +16,7 @@ ALL="$M/gdn_1.3b.json $M/triadic_gdn_1.3b_e8.json $M/transformer_1.3b.json $M/tr
     $M/hybrid_triadic_400m_e4_gqa8.json $M/transformer_400m.json"
 for length in 4096 65536; do
     case $length in
-    4096) models=${MODELS_4K-$ALL} arguments=$TRAIN_ARGS ;;
+    4096) models=${MODELS_4K-$ALL} arguments="--pass-tokens 24576 --accumulation 8 $TRAIN_ARGS" ;;
     65536) models=${MODELS_64K-$ALL} arguments="--steps 2 $LONG_ARGS" ;;
     esac
     test -z "$models" || python3 scripts/benchmark_training.py $models --lengths $length $arguments \
