@@ -131,7 +131,8 @@ def markdown(expected: dict, scale: str, table: dict[str, dict[str, list[float]]
     lines = [
         f"# {expected['title']}",
         "",
-        f"Scale `{scale}`: our value ± standard deviation over seeds, and the paper's in brackets.",
+        f"Scale `{scale}`: our value ± standard deviation over seeds, and the paper's in brackets"
+        + ("." if scale == "paper" else "; sizes in names are those of the paper's models."),
         "",
         "| | " + " | ".join(column["label"] for column in columns.values()) + " |",
         "|---" * (len(columns) + 1) + "|",
