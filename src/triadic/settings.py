@@ -48,7 +48,13 @@ def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
         raise SettingsError(f"{path} must hold a mapping of settings, not {_describe(tree)}")
     for override in overrides:
         _apply(tree, override)
-    return from_dict(cls, tree, where=str(path))
+    try:
+        return from_dict(cls, tree, where=str(path))
+    except SettingsError as error:
+        message = str(error).removeprefix(str(path))
+        keys = {override: re.escape(override.partition("=")[0]) for override in overrides}
+        blamed = [override for override, key in keys.items() if re.search(rf"(?<![\w.]){key}(?!\w|\.\w)", message)]
+        raise SettingsError(" with ".join([str(path), *blamed]) + message) from None
 
 
 def from_dict(cls: type[T], tree: dict, where: str = "settings") -> T:

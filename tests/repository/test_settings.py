@@ -95,6 +95,21 @@ def test_mistakes(write, text, overrides, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "blamed"),
+    [
+        (["limit=3", "learning_rate=-1"], " with learning_rate=-1: learning_rate is"),
+        (["schedule.warmup_steps=x", "limit=3"], " with schedule.warmup_steps=x: schedule.warmup_steps must"),
+        (["limit=3"], ": schedule.warmup_steps must"),  # the file's own mistake
+    ],
+)
+def test_a_mistake_of_an_override_is_told_as_one(write, overrides, blamed):
+    path = write("name: a\nschedule: {warmup_steps: y}" if blamed.startswith(":") else "name: a")
+    with pytest.raises(SettingsError) as error:
+        load(Run, path, overrides)
+    assert str(error.value).startswith(f"{path}{blamed}")
+
+
 def test_binary_file(tmp_path):
     (tmp_path / "run.yaml").write_bytes(b"name: \xff")
     with pytest.raises(SettingsError, match=r"run\.yaml is not UTF-8 text \(byte 6\)"):
