@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from triadic.models import losses
 from triadic.models.losses import LanguageModelHead
@@ -177,8 +178,27 @@ def test_slopes(dtype, close):
 
 @pytest.mark.slow  # Inductor's C++ for a CPU
 def test_compiled_slopes_of_any_count():
+    assert torch._dynamo.explain(losses._slopes)(torch.zeros(2, 61), torch.zeros(2, 1).long()).graph_break_count == 0
     for count in (40, 24, 7):
         logits = torch.randn(count, 61, generator=torch.Generator().manual_seed(count))
         label = torch.arange(count).remainder(61)[:, None]
         for compiled, plain in zip(losses._compiled_slopes(logits, label), losses._slopes(logits, label), strict=True):
             torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_when_slopes_are_compiled(monkeypatch):
+    """On a GPU with Triton, unless someone has to see the operations: a mode, or a compiler of all."""
+    called, triton = [], [True]
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(losses, "has_triton", lambda: triton[0])
+    monkeypatch.setattr(losses, "_compiled_slopes", lambda *given: (called.append(1), losses._slopes(*given))[1])
+    head, hidden, labels = LanguageModelHead(8, 61, bias=False), torch.randn(5, 8), torch.arange(5)
+    head(hidden, labels)
+    assert called == [1]
+    with FlopCounterMode(display=False) as counter:
+        head(hidden, labels)
+    assert counter.get_total_flops() == 2 * 2 * 5 * 8 * 61  # logits and the weight's gradient
+    torch.compile(head, backend="aot_eager", fullgraph=True)(hidden, labels)
+    triton[0] = False
+    head(hidden, labels)
+    assert called == [1]
