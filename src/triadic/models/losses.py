@@ -115,7 +115,10 @@ class LanguageModelHead(nn.Linear):
         dtype = compute_dtype(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             if reduction == "sum":
-                return _LinearCrossEntropy.apply(hidden, self.weight, labels, dtype)
+                weight = self.weight
+                if not torch.is_grad_enabled():  # of which the function inside would hear nothing
+                    hidden, weight = hidden.detach(), weight.detach()
+                return _LinearCrossEntropy.apply(hidden, weight, labels, dtype)
             return self._token_losses(hidden.to(dtype), labels).view(hidden_states.shape[:-1])
 
     @classmethod
