@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from triadic.analysis import effective_rank, state_ranks
-from triadic.analysis.state import UNFOLDINGS
+from triadic.analysis.state import UNFOLDINGS, _singular_values
 
 
 @pytest.mark.parametrize("rank", [1, 3, 8])
@@ -30,6 +30,19 @@ def test_any_matrix_as_by_its_singular_values(shape):
     shares = shares / shares.sum(-1, keepdim=True)
     expected = torch.exp(-(shares * shares.log()).sum(-1))
     torch.testing.assert_close(effective_rank(matrices), expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(6, 40), (40, 6)])
+def test_small_singular_values_and_what_rounding_leaves(shape):
+    """1e-5 of the largest is found at any scale, beside any other matrix; what is 0 but for rounding is 0."""
+    torch.manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(n, 2, dtype=torch.float64))[0] for n in shape)
+    values = torch.tensor([1e-5, 1], dtype=torch.float64)
+    matrix = left * values @ right.T
+    found = _singular_values(torch.stack([matrix, 1e9 * matrix]))
+    assert found.shape == (2, 6)
+    assert not found[:, :4].any()
+    torch.testing.assert_close(found[:, 4:], values * torch.tensor([[1], [1e9]]), rtol=1e-5, atol=0)
 
 
 def test_zero_has_rank_zero_and_batches_are_independent():

@@ -17,7 +17,9 @@ PLAIN = dict(B=1, T=40, bounds=None, W=4)
 SMALL = [
     dict(B=2, T=37, parts=[(32, 16, "silu", False), (24, 0, "silu", False), (12, 4, "softplus", True)]),
     dict(bounds=[0, 1, 3, 3, 12, 40], parts=[(64, 64, "silu", False), (8, 8, "sigmoid", True), (5, 1, "none", False)]),
-    dict(T=70, bounds=[0, 59, 61, 63, 70], parts=[(128, 128, "silu", False)]),  # across runs, at their ends
+    dict(  # across runs, forward and backward, at their ends
+        T=130, bounds=[0, 62, 63, 65, 123, 124, 126, 130], parts=[(128, 128, "silu", False), (8, 8, "softplus", True)]
+    ),
     dict(B=3, T=2, parts=[(10, 2, "softplus", True)]),
     dict(T=1, W=1, parts=[(16, 0, "none", False), (0, 8, "softplus", True), (16, 16, "softplus", False)]),
     dict(T=3, bounds=[0, 2, 3], W=7, parts=[(130, 2, "silu", True)]),

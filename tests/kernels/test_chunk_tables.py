@@ -13,14 +13,20 @@ INTERPRETED = """
 import json, sys, torch
 from triadic_kernels import chunks
 chunks.BLOCK = 16  # so that few documents and chunks fill several
-packed, batches = json.load(sys.stdin)
+packed, batches, wrong = json.load(sys.stdin)
 for bounds, dtype, shift in packed:
     cu_seqlens = torch.tensor([0] * shift + bounds, dtype=getattr(torch, dtype))[shift:]
     print(json.dumps([x.tolist() for x in chunks.tables(1, bounds[-1], cu_seqlens, cu_seqlens.device)]))
 for B, T in batches:
     print(json.dumps([x.tolist() for x in chunks.tables(B, T, None, torch.device("cpu"))]))
+for bounds in wrong:
+    N, made = len(bounds) - 1, [torch.full((999,), -7, dtype=torch.int32) for _ in range(3)]
+    constants = dict(VARLEN=True, C=64, BLOCK=16)
+    chunks.tables_kernel[(N, 1, 1)](torch.tensor(bounds), *made, 200, N, 200 // 64 + N, **constants)
+    print(json.dumps([x.tolist() for x in made]))
 """
 LENGTHS = [[1], [64], [65, 1], [1, 70, 2, 0, 64], [0, 0, 130, 0], [3] * 100, [0], [70, 1100, 5], [2] * 40 + [200]]
+WRONG = [[0, 500, 100, 200], [0, 9000], [200, 150, 0]]  # for 200 tokens, as they may come where nothing checks them
 BATCHES = [(1, 1), (3, 64), (2, 130), (20, 70), (2, 1100)]
 
 
@@ -43,22 +49,26 @@ def assert_right(found, lengths):
 
 
 def test_an_enumeration():
-    """By Triton's interpreter: bounds in int32 and int64, and off 16-byte alignment; batches."""
+    """By Triton's interpreter: bounds in int32 and int64, off 16-byte alignment, and wrong ones; batches."""
     bounds = [torch.tensor([0, *lengths]).cumsum(0).tolist() for lengths in LENGTHS]
     cases = [(x, ("int32", "int64")[i % 2], i % 3) for i, x in enumerate(bounds)]
     done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env=dict(os.environ, TRITON_INTERPRET="1"), input=json.dumps([cases, BATCHES]), capture_output=True, text=True,
+        [sys.executable, "-c", INTERPRETED], input=json.dumps([cases, BATCHES, WRONG]),
+        env=dict(os.environ, TRITON_INTERPRET="1"), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     for tables, lengths in zip(found[: len(LENGTHS)], LENGTHS, strict=True):
         assert len(tables[0]) == chunks.count(1, sum(lengths), len(lengths), True) == sum(lengths) // 64 + len(lengths)
         assert_right(tables, lengths)
-    for tables, (B, T) in zip(found[len(LENGTHS) :], BATCHES, strict=True):
+    for tables, (B, T) in zip(found[len(LENGTHS) : -len(WRONG)], BATCHES, strict=True):
         assert len(tables[0]) == chunks.count(B, T, B, False)
         assert all(row[2] for row in tables[0]), "exact: no empty rows"
         assert_right(tables, [T] * B)
+    for tables, bounds in zip(found[-len(WRONG) :], WRONG, strict=True):
+        N = len(bounds) - 1
+        for table, size in zip(tables, (3 * (200 // 64 + N), 2 * N, N), strict=True):
+            assert set(table[size:]) == {-7}, "nothing is written beyond the tables"
 
 
 def test_packed_tables_belong_to_one_call(monkeypatch):

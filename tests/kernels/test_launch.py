@@ -92,12 +92,14 @@ def test_later_launches_are_those_of_triton(started, monkeypatch):
 @pytest.mark.parametrize(("dtype", "known"), [(torch.int32, "*i32"), (torch.int64, "*i64")])
 def test_tables_of_packed_documents_are_launched_again(dtype, known, started, monkeypatch):
     """For any number of documents and rows, for bounds of either dtype, off alignment too."""
-    cu_seqlens = torch.tensor([0, 0, 0, 5, 70], dtype=dtype)
+    cu_seqlens = torch.tensor([0, 1008, 0, 5, 70], dtype=dtype)
     chunks._launcher.cache_clear()
-    chunks.tables(1, 70, cu_seqlens, CPU)
-    assert chunks._launcher(CPU, dtype).compiled.src.signature["p_cu"] == known
+    chunks.tables(1, 1008, cu_seqlens[:2], CPU)  # a document and 16 rows: neither may be built into the kernel
+    source = chunks._launcher(CPU, dtype).compiled.src
+    assert [source.signature[name] for name in ("p_cu", "T", "N", "NC")] == [known, "i32", "i32", "i32"]
+    assert not {(4,), (5,), (6,)} & set(source.attrs), "they are not taken for multiples of 16"
     monkeypatch.setattr(triton.JITFunction, "run", None)
-    made = chunks.tables(1, 70, cu_seqlens, CPU)
+    made = chunks.tables(1, 1008, cu_seqlens[:2], CPU)
     chunks.tables(1, 3000, cu_seqlens[2:], CPU)
     assert_same_starts(started[:1], started[1:2])
     assert all(x is y for x, y in zip(made, started[1][1][10:13], strict=True))

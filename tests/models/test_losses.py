@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from triadic.models import losses
 from triadic.models.losses import LanguageModelHead
@@ -117,6 +118,27 @@ def test_head_in_every_precision(close):
     close(half.double(), exact, 2e-3)
 
 
+def test_sums_of_many_chunks_in_half_precision(monkeypatch, close):
+    """With and without gradients: what bfloat16 logits lose is not lost again by sums over 100 chunks."""
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 2 * 50 * 3)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(300, 16, generator=generator), torch.randn(50, 16, generator=generator) / 4
+    labels = torch.randint(0, 50, (300,), generator=generator).where(torch.arange(300) % 7 > 0, -100)
+    head = LanguageModelHead(16, 50, bias=False)
+    head.weight.data.copy_(weight)
+    logits = (hidden.bfloat16() @ weight.bfloat16().T).double().requires_grad_()
+    exact = F.cross_entropy(logits, labels, reduction="sum")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = head(hidden, labels)
+        monkeypatch.setattr(losses, "_slopes", None)  # makes gradients
+        with torch.no_grad():
+            close(head(hidden, labels).double(), exact, 1e-6)
+    loss.backward()
+    close(loss.double(), exact, 1e-6)
+    expected = torch.autograd.grad(exact, logits)[0].T @ hidden.bfloat16().double()
+    assert (head.weight.grad - expected).norm() < 2.5e-3 * expected.norm()
+
+
 def test_gradients_under_autocast(make_model, tokens, small_chunks):
     """Master weights in float32, products in bfloat16: the gradient points where the exact one points."""
     model, ids = make_model("gdn").train(), tokens(2, 13)
@@ -177,8 +199,27 @@ def test_slopes(dtype, close):
 
 @pytest.mark.slow  # Inductor's C++ for a CPU
 def test_compiled_slopes_of_any_count():
+    assert torch._dynamo.explain(losses._slopes)(torch.zeros(2, 61), torch.zeros(2, 1).long()).graph_break_count == 0
     for count in (40, 24, 7):
         logits = torch.randn(count, 61, generator=torch.Generator().manual_seed(count))
         label = torch.arange(count).remainder(61)[:, None]
         for compiled, plain in zip(losses._compiled_slopes(logits, label), losses._slopes(logits, label), strict=True):
             torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_when_slopes_are_compiled(monkeypatch):
+    """On a GPU with Triton, unless someone has to see the operations: a mode, or a compiler of all."""
+    called, triton = [], [True]
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
+    monkeypatch.setattr(losses, "has_triton", lambda: triton[0])
+    monkeypatch.setattr(losses, "_compiled_slopes", lambda *given: (called.append(1), losses._slopes(*given))[1])
+    head, hidden, labels = LanguageModelHead(8, 61, bias=False), torch.randn(5, 8), torch.arange(5)
+    head(hidden, labels)
+    assert called == [1]
+    with FlopCounterMode(display=False) as counter:
+        head(hidden, labels)
+    assert counter.get_total_flops() == 2 * 2 * 5 * 8 * 61  # logits and the weight's gradient
+    torch.compile(head, backend="aot_eager", fullgraph=True)(hidden, labels)
+    triton[0] = False
+    head(hidden, labels)
+    assert called == [1]

@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._triton import has_triton
+from triadic_kernels.dispatch import plain
 
 IGNORE_INDEX = -100
 CHUNK_BYTES = 2**28  # of the logits that exist at a time
@@ -17,7 +19,14 @@ def _slopes(logits, label):
 
 
 # On a GPU the pieces of `_slopes` would read and write the logits nine times, in one compiled piece three times.
-_compiled_slopes = torch.compile(_slopes, fullgraph=True)
+_compiled_slopes = torch.compile(_slopes)
+
+
+def _fused(*tensors):
+    """Whether `_compiled_slopes` may run: not where a compiler of the whole model fuses for itself, nor under a mode
+    that must see every operation (counters of FLOPs), one call in which spoils the later ones, nor without Triton.
+    """
+    return tensors[0].is_cuda and plain(tensors) and has_triton()
 
 
 def _add_product(total, a, b, at_once):
@@ -38,7 +47,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=total.dtype) if need_weight else None
         size = tokens_per_chunk(weight, dtype if need_hidden or need_weight else total.dtype)
-        fused = hidden.is_cuda and not torch.compiler.is_compiling()  # a compiler of the whole model fuses for itself
+        fused = _fused(hidden, weight, labels)
         slopes = _compiled_slopes if fused else _slopes
         for start in range(0, hidden.shape[0], size):
             x, label = hidden[start : start + size].to(dtype), labels[start : start + size]
@@ -106,7 +115,10 @@ class LanguageModelHead(nn.Linear):
         dtype = compute_dtype(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             if reduction == "sum":
-                return _LinearCrossEntropy.apply(hidden, self.weight, labels, dtype)
+                weight = self.weight
+                if not torch.is_grad_enabled():  # of which the function inside would hear nothing
+                    hidden, weight = hidden.detach(), weight.detach()
+                return _LinearCrossEntropy.apply(hidden, weight, labels, dtype)
             return self._token_losses(hidden.to(dtype), labels).view(hidden_states.shape[:-1])
 
     @classmethod
