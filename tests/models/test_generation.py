@@ -1,4 +1,4 @@
-"""generate(): with a cache exactly the text that recomputing everything gives."""
+"""generate(): with a cache exactly the text that recomputing everything gives; on a CPU, and on a GPU where marked."""
 
 import string
 
@@ -23,12 +23,29 @@ from triadic.models.cache import CACHE_NAME
 NEW = 8
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
+
+
+@pytest.fixture
+def make_model(make_model, device):
+    return lambda *args, **kwargs: make_model(*args, **kwargs).to(device)
+
+
+@pytest.fixture
+def tokens(tokens, device):
+    return lambda *args, **kwargs: tokens(*args, **kwargs).to(device)
+
+
 @pytest.fixture
 def model(kind, make_model):
     return make_model(kind)
 
 
 def generate(model, ids, **kwargs):
+    """Without compiling, which generate() does for static caches on GPUs and test_gpu.py looks at."""
+    kwargs = {"disable_compile": "compile_config" not in kwargs, **kwargs}
     kwargs = {"do_sample": False, "max_new_tokens": NEW, "attention_mask": torch.ones_like(ids), **kwargs}
     return model.generate(ids, **kwargs)
 
@@ -234,4 +251,6 @@ def test_assisted_decoding_is_refused(make_model, tokens):
 def test_auto_class_generates(make_model, tokens, tmp_path):
     model, ids = make_model("hybrid"), tokens(1, 5)
     model.save_pretrained(tmp_path)
-    assert torch.equal(generate(AutoModelForCausalLM.from_pretrained(tmp_path), ids), generate(model, ids))
+    assert torch.equal(
+        generate(AutoModelForCausalLM.from_pretrained(tmp_path).to(ids.device), ids), generate(model, ids)
+    )

@@ -121,6 +121,27 @@ def test_compiled_generation(make_model, tokens, kind):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", ["gdn", "sgla", "hybrid"])
+def test_splits_and_padding(make_model, tokens, kind):
+    """float32: prompts read up to any place, then token by token, and padded ones say what one whole forward says."""
+    model, ids = make_model(kind, **SIZES).cuda(), tokens(2, 70).cuda()
+    whole = model(ids).logits
+    for split in (1, 3, 63, 64, 65, 69):
+        read = model(ids[:, :split], use_cache=True)
+        logits, cache = [read.logits], {CACHE_NAME: read[CACHE_NAME]}
+        for t in range(split, min(split + 4, 70)):
+            logits.append(model(ids[:, t : t + 1], use_cache=True, **cache).logits)
+        logits = torch.cat(logits, dim=1)
+        similar({split: logits}, {split: whole[:, : logits.shape[1]]}, 1e-4)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    padded = model(ids, attention_mask=mask, position_ids=positions).logits
+    similar({"row": padded[0, 9:]}, {"row": model(ids[:1, 9:]).logits[0]}, 1e-4)
+    similar({"row": padded[1]}, {"row": whole[1]}, 1e-4)
+
+
+@torch.no_grad()
 def test_long_decoding_stays_exact(make_model, tokens):
     """4,096 steps, one token each: the state that one pass of the chunk form leaves (float32)."""
     model, ids = make_model("gdn", layer_types=["linear_attention"], **SIZES).cuda(), tokens(1, 4096).cuda()
