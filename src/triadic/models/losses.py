@@ -46,18 +46,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=total.dtype) if need_weight else None
-        size = tokens_per_chunk(weight, dtype if need_hidden or need_weight else total.dtype)
+        size = tokens_per_chunk(weight, dtype)
         fused = _fused(hidden, weight, labels)
         slopes = _compiled_slopes if fused else _slopes
         for start in range(0, hidden.shape[0], size):
             x, label = hidden[start : start + size].to(dtype), labels[start : start + size]
             kept = label != IGNORE_INDEX
             label = label.where(kept, 0)[:, None]
-            logits = x @ w.T  # [C, V]
-            if not (need_hidden or need_weight):
-                total = total + _losses(logits.to(total.dtype), labels[start : start + size])[0].sum()
-                continue
-            losses, slope = slopes(logits, label)
+            losses, slope = slopes(x @ w.T, label)  # [C, 1], [C, V]
             total = total + (losses[:, 0] * kept).sum()
             if need_hidden:
                 grad_hidden[start : start + size] = (slope @ w) * kept[:, None]
@@ -76,11 +72,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _losses(logits, labels):
-    """Negative log-likelihoods [C] (0 where ignored) and log partition functions [C] of logits [C, V]."""
-    log_partition = logits.logsumexp(-1)
+    """Negative log-likelihoods [C] (0 where ignored) of logits [C, V]."""
     kept = labels != IGNORE_INDEX
     target = logits.gather(1, labels.where(kept, 0)[:, None])[:, 0]
-    return (log_partition - target) * kept, log_partition
+    return (logits.logsumexp(-1) - target) * kept
 
 
 def tokens_per_chunk(weight, dtype=torch.float32):
@@ -114,12 +109,11 @@ class LanguageModelHead(nn.Linear):
         hidden, labels = hidden_states.flatten(0, -2), labels.flatten().to(hidden_states.device)
         dtype = compute_dtype(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
-            if reduction == "sum":
-                weight = self.weight
-                if not torch.is_grad_enabled():  # of which the function inside would hear nothing
-                    hidden, weight = hidden.detach(), weight.detach()
-                return _LinearCrossEntropy.apply(hidden, weight, labels, dtype)
-            return self._token_losses(hidden.to(dtype), labels).view(hidden_states.shape[:-1])
+            followed = torch.is_grad_enabled() and (hidden.requires_grad or self.weight.requires_grad)
+            if reduction == "sum" and followed:
+                return _LinearCrossEntropy.apply(hidden, self.weight, labels, dtype)
+            losses = self._token_losses(hidden.to(dtype), labels)
+            return losses.sum() if reduction == "sum" else losses.view(hidden_states.shape[:-1])
 
     @classmethod
     def like(cls, linear):
@@ -131,8 +125,9 @@ class LanguageModelHead(nn.Linear):
     @torch.no_grad()
     def _token_losses(self, hidden, labels):
         weight, size = self.weight.to(hidden.dtype), tokens_per_chunk(self.weight)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
         losses = [
-            _losses(F.linear(x, weight).float(), label)[0]
+            _losses(F.linear(x, weight).to(dtype), label)
             for x, label in zip(hidden.split(size), labels.split(size), strict=True)
         ]
         return torch.cat(losses)
