@@ -52,8 +52,9 @@ def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
         return from_dict(cls, tree, where=str(path))
     except SettingsError as error:
         message = str(error).removeprefix(str(path))
+        told = message.partition("; did you mean")[0].partition(" (allowed here")[0]  # without keys that it proposes
         keys = {override: re.escape(override.partition("=")[0]) for override in overrides}
-        blamed = [override for override, key in keys.items() if re.search(rf"(?<![\w.]){key}(?!\w|\.\w)", message)]
+        blamed = [override for override, key in keys.items() if re.search(rf"(?<![\w.]){key}(?!\w)", told)]
         raise SettingsError(" with ".join([str(path), *blamed]) + message) from None
 
 

@@ -207,6 +207,17 @@ def test_compiled_slopes_of_any_count():
             torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("trained", ["hidden", "weight"])
+def test_one_of_the_two_is_frozen(trained):
+    head, hidden, labels = LanguageModelHead(8, 61, bias=False), torch.randn(5, 8), torch.arange(5)
+    hidden.requires_grad_(trained == "hidden")
+    head.weight.requires_grad_(trained == "weight")
+    found = (hidden, head.weight)[trained == "weight"]
+    (expected,) = torch.autograd.grad(F.cross_entropy(hidden @ head.weight.T, labels, reduction="sum"), found)
+    head(hidden, labels).backward()
+    torch.testing.assert_close(found.grad, expected)
+
+
 def test_when_slopes_are_compiled(monkeypatch):
     """On a GPU with Triton, unless someone has to see the operations: a mode, or a compiler of all."""
     called, triton = [], [True]

@@ -96,15 +96,22 @@ def test_mistakes(write, text, overrides, message):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "blamed"),
+    ("text", "overrides", "blamed"),
     [
-        (["limit=3", "learning_rate=-1"], " with learning_rate=-1: learning_rate is"),
-        (["schedule.warmup_steps=x", "limit=3"], " with schedule.warmup_steps=x: schedule.warmup_steps must"),
-        (["limit=3"], ": schedule.warmup_steps must"),  # the file's own mistake
+        ("name: a", ["limit=3", "learning_rate=-1"], " with learning_rate=-1: learning_rate is"),
+        (
+            "name: a",
+            ["schedule.warmup_steps=x", "limit=3"],
+            " with schedule.warmup_steps=x: schedule.warmup_steps must",
+        ),
+        ("name: a", ["schedule={warmup_steps: x}"], " with schedule={warmup_steps: x}: schedule.warmup_steps must"),
+        ("name: a\nschedule: {warmup_steps: y}", ["limit=3"], ": schedule.warmup_steps must"),  # the file's own
+        ("name: a\nlimits: 3", ["limit=3", "resume=false"], ": unknown key limits; did you mean limit?"),
+        ("name: a\nfoo: 3", ["limit=3"], ": unknown key foo (allowed here"),
     ],
 )
-def test_a_mistake_of_an_override_is_told_as_one(write, overrides, blamed):
-    path = write("name: a\nschedule: {warmup_steps: y}" if blamed.startswith(":") else "name: a")
+def test_a_mistake_of_an_override_is_told_as_one(write, text, overrides, blamed):
+    path = write(text)
     with pytest.raises(SettingsError) as error:
         load(Run, path, overrides)
     assert str(error.value).startswith(f"{path}{blamed}")
