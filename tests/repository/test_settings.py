@@ -106,6 +106,7 @@ def test_mistakes(write, text, overrides, message):
         ),
         ("name: a", ["schedule={warmup_steps: x}"], " with schedule={warmup_steps: x}: schedule.warmup_steps must"),
         ("name: a\nschedule: {warmup_steps: y}", ["limit=3"], ": schedule.warmup_steps must"),  # the file's own
+        ("name: a\nschedule: {limit: 3}", ["limit=3"], ": unknown key schedule.limit"),
         ("name: a\nlimits: 3", ["limit=3", "resume=false"], ": unknown key limits; did you mean limit?"),
         ("name: a\nfoo: 3", ["limit=3"], ": unknown key foo (allowed here"),
     ],
